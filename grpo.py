@@ -3,8 +3,8 @@
 To add an advantage estimator, decorate a function with `@register_advantage("name", norm_std=...)`; for a loss use
 `@register_loss("name")`. `--adv name` and `--loss name` then select it. `PRESETS` lists the settings of each --algo.
 
-Axes: P prompts, G samples per prompt, B responses, T their tokens, K trained tokens of a micro-batch (any subset of the
-rows of a packing.TokenBatch).
+Axes: P prompts, G samples per prompt, B responses, T tokens of a response that the policy sampled (padded to the
+longest), N rows of a packing.TokenBatch, K any subset of these rows, such as those of a micro-batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,18 @@ from settings import flag_field
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """An advantage estimator and its properties. `function` maps rewards (P, G) to differences (P, G), which are then
-    divided by a std (`norm_std`). With `per_token` it maps (rewards_BT, values_BT, mask_BT, algo) to advantages and
-    returns, both (B, T)."""
+    """An advantage estimator and its properties.
+
+    `function` maps rewards (P, G) to advantages before normalisation (P, G). P is this rank's prompts; if rewards have
+    failed, it is called per group, with (1, g) where g > 1, so it must not compare groups. The result is then divided
+    by a std or whitened (`norm_std`).
+
+    With `per_token`, `function` maps (rewards_BT, values_BT, mask_BT, algo) to advantages and returns, both (B, T).
+    """
 
     function: Callable
-    norm_std: str  # default of Algorithm.norm_std, as published
+    # normalisation unless --algo-args norm_std is passed, as published: group, batch or none (see group_advantages)
+    norm_std: str
     grouped: bool = True  # compares the samples of a prompt, so equal rewards mean advantage 0
     per_token: bool = False
     needs_values: bool = False  # needs a critic
@@ -38,7 +44,7 @@ def register_in(table: dict[str, Any], entry_type: type, name: str, **properties
     """Decorate a function to register it in a table under a name, as an `entry_type` with these properties."""
 
     def add(function: Callable) -> Callable:
-        assert name not in table, f"{entry_type.__name__} {name!r} is there already; choose another name"
+        assert name not in table, f"{entry_type.__name__} {name!r} is already registered; choose another name"
         table[name] = entry_type(function, **properties)
         return function
 
@@ -52,7 +58,7 @@ register_advantage = partial(register_in, ADVANTAGES, AdvantageEstimator)
 @register_advantage("grpo", norm_std="group")
 @register_advantage("dr_grpo", norm_std="none")
 def subtract_group_mean(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Return r - mean of the group. For grpo it is then divided by the group's std (DeepSeekMath, arXiv:2402.03300,
+    """Return r - mean of the group. For grpo this is then divided by the group's std (DeepSeekMath, arXiv:2402.03300,
     section 4.1; Bessel's correction and + 1e-6 as in verl and TRL). For dr_grpo it is not divided (arXiv:2503.20783,
     section 3.2)."""
     return rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
@@ -60,15 +66,15 @@ def subtract_group_mean(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 @register_advantage("rloo", norm_std="none")
 def leave_one_out(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Return r - mean of the other G - 1 rewards of the group.                          arXiv:2402.14740, equation 8"""
+    """Return r - mean of the other G - 1 rewards of the group (arXiv:2402.14740, equation 8)."""
     n_samples = rewards_PG.shape[1]
     return subtract_group_mean(rewards_PG) * (n_samples / (n_samples - 1))
 
 
 @register_advantage("reinforce++", norm_std="batch", grouped=False, per_token=True)
 def reward_to_go(rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, algo: "Algorithm"):
-    """Return the sum of the reward and the KL penalties from each token on. By default (norm_std "batch") it is then
-    whitened over the step.                                                             arXiv:2501.03262, section 3"""
+    """Return, for each token, the rewards minus KL penalties summed from that token to the end (arXiv:2501.03262,
+    section 3). By default (norm_std "batch") these sums are then whitened over the step."""
     return gae(rewards_BT, torch.zeros_like(rewards_BT), mask_BT, gamma=1.0, lam=1.0)
 
 
@@ -81,17 +87,18 @@ def gae_estimator(rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: to
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return generalised advantage estimates and returns of tokens.                      arXiv:1506.02438, equation 16
+    """Return the generalised advantage estimate and the return of each token (arXiv:1506.02438, equation 16).
 
-    delta_t = r_t + gamma V_{t+1} - V_t,   A_t = sum_l (gamma lam)^l delta_{t+l},   return_t = A_t + V_t
+    delta_t = r_t + gamma * V_{t+1} - V_t,   A_t = sum_l (gamma * lam)^l * delta_{t+l},   return_t = A_t + V_t
 
-    All tensors are (..., T); the results are float64. rewards[t] is the reward of token t, values[t] the expected
-    return before it. Tokens outside the mask (padding, observations) get 0 and are skipped, so that t + 1 is the next
-    token inside it. V is 0 after the last token. With values 0 and lam 1 the results are discounted rewards-to-go.
+    All tensors are (..., T); the results are float64. rewards[t] is the reward of token t, and values[t] is the
+    expected return before token t. Tokens outside the mask (padding, observations) get 0 and are skipped, so t + 1 is
+    the next token inside the mask. V is 0 after the last token. If all values are 0 and lam is 1, both results are the
+    discounted rewards-to-go.
     """
     if not rewards.shape == values.shape == mask.shape:
-        shapes = f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)} and mask {tuple(mask.shape)}"
-        raise ValueError(f"gae: {shapes} must agree")
+        raise ValueError(f"gae: rewards {tuple(rewards.shape)}, values {tuple(values.shape)} and mask "
+                         f"{tuple(mask.shape)} must agree")
     rewards = rewards.double()
     values = values.double()
     mask = mask.bool()
@@ -124,28 +131,33 @@ def group_advantages(
 ) -> torch.Tensor:
     """Return the advantage of each response from the rewards of its group; (P, G) in, (P, G) float64 out.
 
-    `norm_std` names the divisor of the differences: "group", the std of the group's rewards; "batch", the std of all
-    differences of the step (with method grpo this is REINFORCE++ with baseline); "none". The default is as published.
-    `moments` returns (mean, std) of differences over all ranks, of which this rank has a part. Responses outside
-    `graded_PG` get 0; the others get what they would get in a group without these responses.
+    `norm_std` selects how the estimator's differences, such as r - mean of the group, are normalised:
+    "group"  divided by the std of the group's rewards
+    "batch"  divided by the std of the differences over the step and all ranks; estimators that do not compare a group
+             are also centred on the step's mean. With method grpo this is REINFORCE++ with baseline
+    "none"   not at all
+    None     the estimator's own default
 
-    A group whose rewards are all equal gets exactly 0. This is decided by comparing the rewards, because r - mean(r) of
-    equal floats need not be 0, and dividing it by a tiny std would make it large.
+    `moments` takes this rank's differences and returns their mean and std over all ranks. Responses outside `graded_PG`
+    get 0; the others get what they would get in a group without these responses.
+
+    If the estimator compares a group, a group whose rewards are all equal gets exactly 0. This is decided by comparing
+    the rewards, because r - mean(r) of equal floats need not be 0, and dividing it by a tiny std would make it large.
     """
     estimators = {name: estimator for name, estimator in ADVANTAGES.items() if not estimator.needs_values}
     if method not in estimators:
         raise ValueError(f"group_advantages: unknown method {method!r}; choose one of {', '.join(estimators)}")
     estimator = estimators[method]
     if estimator.grouped and rewards_PG.shape[1] < 2:
-        samples = f"method {method!r} compares samples of one prompt, got G={rewards_PG.shape[1]}"
-        raise ValueError(f"group_advantages: {samples}; use >= 2")
+        raise ValueError(f"group_advantages: method {method!r} compares samples of one prompt, but "
+                         f"G={rewards_PG.shape[1]}; use at least 2")
     graded_PG = torch.ones_like(rewards_PG, dtype=torch.bool) if graded_PG is None else graded_PG
     not_finite = (graded_PG & ~torch.isfinite(rewards_PG)).nonzero()
     if len(not_finite):
         p, g = not_finite[0].tolist()
         raise ValueError(f"group_advantages: reward of prompt {p}, sample {g} is {rewards_PG[p, g].item()}")
     rewards = rewards_PG.double()
-    # an estimator per token sees responses of one token here
+    # a per-token estimator is not called here: for one-token responses its result would be the rewards themselves
     difference = rewards if estimator.per_token else apply_to_graded(estimator.function, rewards, graded_PG)
     if estimator.grouped:
         difference = difference.masked_fill(constant_groups(rewards, graded_PG), 0.0)
@@ -154,7 +166,8 @@ def group_advantages(
         difference = difference / (apply_to_graded(group_std, rewards, graded_PG) + 1e-6)
     elif norm_std == "batch":
         mean, std = moments(difference[graded_PG])
-        # differences within groups have mean 0; subtracting its rounding error would give constant groups an advantage
+        # differences within groups have mean 0; subtracting the mean's rounding error would give constant groups an
+        # advantage
         difference = whiten(difference, 0.0 if estimator.grouped else mean, std)
     return difference.masked_fill(~graded_PG, 0.0)
 
@@ -164,8 +177,8 @@ def group_std(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def apply_to_graded(function: Callable, rewards_PG: torch.Tensor, graded_PG: torch.Tensor) -> torch.Tensor:
-    """Apply a function of groups to the graded responses of each group. Other responses get 0, and so does a response
-    that is the only graded one of its group."""
+    """Apply a function of groups to the graded responses of each group. Other responses get 0. If any response is not
+    graded, a response that is the only graded one of its group also gets 0."""
     if graded_PG.all():
         return function(rewards_PG)
     out_PG = torch.zeros_like(rewards_PG)
@@ -201,13 +214,14 @@ def compute_advantages(
     kl_coef: float,
     moments: MeanAndStd = mean_and_std,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the advantages of a step's trained tokens and, if the estimator is per token, their returns. (N,) float64.
+    """Return the advantage of each token of `tokens` and, if the estimator is per token, its return; (N,) float64.
 
-    `tokens` is the packing.TokenBatch of all responses of this rank, whole groups in the order of rewards_PG. Of its
-    columns, `values` is read if the estimator needs values, and old_logps and ref_logps with kl_in=reward.
-    `task_rewards_PG` are the rewards before length penalties: with dynamic sampling, groups where these are equal have
-    no signal. A failed reward is NaN in both, and its group is compared without it. `counted_B` marks the responses in
-    the loss; advantages per token are divided by the std of these responses only.
+    `tokens` is the packing.TokenBatch of all responses of this rank, in whole groups, in the order of rewards_PG. Its
+    column `values` is read only if the estimator needs values, and old_logps and ref_logps only with kl_in=reward.
+    `task_rewards_PG` are the rewards before length penalties: with dynamic sampling, a group in which these are equal
+    gets advantage 0. A failed reward is NaN in both arguments, and the rest of its group is compared without it.
+    `counted_B` marks the responses in the loss; with norm_std "batch", per-token advantages are whitened with the mean
+    and std of these responses' tokens only.
     """
     estimator = ADVANTAGES[algo.adv]
     counts = torch.bincount(tokens.rollout, minlength=rewards_PG.numel())
@@ -217,24 +231,27 @@ def compute_advantages(
         penalties_N = kl_coef * kl(tokens.old_logps.double(), tokens.ref_logps.double(), algo.kl)
     graded_PG = ~rewards_PG.isnan()
     no_signal = torch.zeros_like(rewards_PG[:, :1], dtype=torch.bool)
-    if algo.max_gen_batches > 1:  # groups with equal rewards only fill up the step; their lengths are not a signal
+    # groups with equal task rewards are there only to fill the step; a difference in length penalty must not give them
+    # an advantage
+    if algo.max_gen_batches > 1:
         no_signal = constant_groups(task_rewards_PG, graded_PG)
     if algo.effective_norm_std == "batch" and penalised and not estimator.needs_values:
-        # if all rewards are equal, only the penalties differ, and dividing them by their own std would make them large
+        # if all rewards are equal, only the KL penalties differ, and dividing these by their own std would make them
+        # large
         compared = rewards_PG.flatten()[counted_B]
         if estimator.grouped:
             compared = group_advantages(rewards_PG, algo.adv, "none", graded_PG=graded_PG).masked_fill(no_signal, 0.0)
         if is_numerically_constant(*moments(compared)):
             moments = with_unit_std(moments)
 
-    if not estimator.per_token:  # one advantage per response, after subtracting the sum of its penalties
+    if not estimator.per_token:  # one advantage per response; the sum of its KL penalties is subtracted from its reward
         penalties_B = sum_per_rollout(penalties_N, tokens.rollout, rewards_PG.numel())
         total_PG = (rewards_PG - penalties_B.view_as(rewards_PG)).masked_fill(no_signal, 0.0)
         advantages_PG = group_advantages(total_PG, algo.adv, algo.effective_norm_std, moments, graded_PG)
         return advantages_PG.masked_fill(no_signal, 0.0).flatten()[tokens.rollout], None
 
-    # One advantage per token. The reward of an episode's turn is given at the last token of the turn, the rest of the
-    # reward at the last token of all, and each token's penalty at that token
+    # One advantage per token. The reward of an episode's turn is given at the last sampled token of the turn, the rest
+    # of the reward at the last sampled token of the episode or response, and each token's KL penalty at that token
     mask_BT = torch.arange(int(counts.max()) if len(counts) else 1) < counts[:, None]
     rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
     rewards_BT[mask_BT] = -penalties_N if tokens.turn_rewards is None else tokens.turn_rewards - penalties_N
@@ -250,7 +267,7 @@ def compute_advantages(
 
 
 def sum_per_rollout(values_N: torch.Tensor, rollout_N: torch.Tensor, n_rollouts: int) -> torch.Tensor:
-    """Return the sum of the values of each rollout, float64."""
+    """Return the sum of the values for each rollout, float64."""
     return torch.zeros(n_rollouts, dtype=torch.float64).index_add_(0, rollout_N, values_N.double())
 
 
@@ -259,8 +276,8 @@ def with_unit_std(moments: MeanAndStd) -> MeanAndStd:
 
 
 def overlong_penalty(length: int, max_length: int) -> float:
-    """Return DAPO's soft penalty of a long response, in [-1, 0]: 0 up to four fifths of max_length, then linearly down
-    to -1 at max_length.                                                               arXiv:2503.14476, equation 13"""
+    """Return DAPO's soft penalty for a long response, in [-1, 0]: 0 up to four fifths of max_length, then linearly down
+    to -1 at max_length (arXiv:2503.14476, equation 13)."""
     buffer = max(1, max_length // 5)
     return min(0.0, max(-1.0, (max_length - buffer - length) / buffer))
 
@@ -272,12 +289,13 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 def kl(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str) -> torch.Tensor:
-    """Estimate KL(policy || reference) from each sampled token; any shape.     Schulman 2020, joschu.net/blog/kl-approx
+    """Estimate KL(policy || reference) from each sampled token; any shape (Schulman 2020, joschu.net/blog/kl-approx).
 
     With d = logp - ref_logp:   k1  d     k2  d^2 / 2     k3  exp(-d) - 1 + d
 
-    As values k1 and k3 are unbiased; k3 is never negative and varies less. In the loss the gradient matters: that of k2
-    is unbiased on policy, that of k3 is GRPO's choice, and that of k1 is 0 on average, so use k1 in the reward.
+    As estimates of the KL, k1 and k3 are unbiased; k3 is never negative and varies less. As a loss, what matters is the
+    gradient on policy: k2's is unbiased; k3's is biased, but GRPO uses it; k1's is 0 in expectation, so use k1 only in
+    the reward.
     """
     d = logp - ref_logp
     if kind == "k1":
@@ -291,21 +309,23 @@ def kl(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str) -> torch.Tensor:
 
 def adapt_kl_coef(coef: float, measured: float, target: float, samples: int, horizon: float) -> float:
     """Return the KL coefficient after a step of `samples` samples, changed so that the KL moves towards its target:
-    coef * (1 + clip(measured / target - 1, -0.2, 0.2) * samples / horizon).            arXiv:1909.08593, section 2.2"""
+    coef * (1 + clip(measured / target - 1, -0.2, 0.2) * samples / horizon) (arXiv:1909.08593, section 2.2)."""
     error = min(0.2, max(-0.2, measured / target - 1))
     return coef * (1 + error * samples / horizon)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Losses. Each is a function (logp_K, log_ratio_K, advantages_K, rollout_K, algo) -> (loss_K, clipped_K): the loss of
-# each token, and which tokens were clipped. ratio = exp(logp - old_logp)
+# each token, and a mask of the clipped tokens. In the docstrings A is the advantage, and ratio = exp(logp - old_logp)
 
 
 @dataclass(frozen=True)
 class LossFunction:
     function: Callable
-    per_token: bool = True  # False: a token's loss depends on other tokens of its rollout, so it gets whole rollouts
-    by_advantage: bool = True  # the gradient is 0 if the advantage is 0, so such responses are not packed
+    # False: a token's loss depends on other tokens of its rollout, so `function` must get whole rollouts
+    per_token: bool = True
+    # the gradient is 0 where the advantage is 0, so responses with advantage 0 are not packed
+    zero_without_advantage: bool = True
 
 
 LOSSES: dict[str, LossFunction] = {}  # by the name that --loss takes
@@ -314,8 +334,10 @@ register_loss = partial(register_in, LOSSES, LossFunction)
 
 @register_loss("clip")
 def ppo_clip(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
-    """Return -min(ratio A, clip(ratio, 1 - low, 1 + high) A): PPO, arXiv:1707.06347, eq. 7. Unequal bounds are DAPO's
-    clip-higher, arXiv:2503.14476, eq. 10. dual_clip c > 1 bounds the loss at -c A where A < 0: arXiv:1912.09729."""
+    """Return -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (PPO, arXiv:1707.06347, eq. 7).
+
+    Unequal bounds are DAPO's clip-higher (arXiv:2503.14476, eq. 10). Where A < 0, a dual_clip above 1 limits the loss
+    to at most dual_clip * |A| (arXiv:1912.09729)."""
     ratio_K = log_ratio_K.exp()
     unclipped_K = -advantages_K * ratio_K
     clipped_K = -advantages_K * ratio_K.clamp(1 - algo.clip_low, 1 + algo.clip_high)
@@ -327,13 +349,14 @@ def ppo_clip(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
 
 @register_loss("gspo", per_token=False)
 def gspo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
-    """Return `ppo_clip` with one ratio per response, exp(mean of logp - old_logp).    arXiv:2507.18071, eq. 5 and 7"""
+    """Return `ppo_clip` with one ratio per response, exp(mean of logp - old_logp) (arXiv:2507.18071, eq. 5 and 7)."""
     return ppo_clip(logp_K, response_means(log_ratio_K, rollout_K), advantages_K, rollout_K, algo)
 
 
 @register_loss("cispo")
 def cispo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
-    """Return -sg(clip(ratio, 1 - low, 1 + high)) A logp; clip_low 1: no lower bound.  arXiv:2506.13585, eq. 4 and 5"""
+    """Return -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logp, where sg stops the gradient (arXiv:2506.13585,
+    eq. 4 and 5). If clip_low is 1, the ratio has no lower bound."""
     ratio_K = log_ratio_K.detach().exp()
     weight_K = ratio_K.clamp(1 - algo.clip_low, 1 + algo.clip_high)
     return -weight_K * advantages_K * logp_K, weight_K != ratio_K
@@ -341,7 +364,8 @@ def cispo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
 
 @register_loss("sapo")
 def sapo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
-    """Return -(4 / tau) sigmoid(tau (ratio - 1)) A, a smooth gate.                      arXiv:2511.20347, section 3"""
+    """Return -(4 / tau) * sigmoid(tau * (ratio - 1)) * A, a smooth gate (arXiv:2511.20347, section 3). tau is
+    sapo_tau_positive where A > 0, and sapo_tau_negative elsewhere."""
     tau_K = torch.full_like(advantages_K, algo.sapo_tau_negative)
     tau_K = tau_K.masked_fill(advantages_K > 0, algo.sapo_tau_positive)
     loss_K = -(4 / tau_K) * torch.sigmoid(tau_K * (log_ratio_K.exp() - 1)) * advantages_K
@@ -350,7 +374,7 @@ def sapo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
 
 @register_loss("reinforce")
 def reinforce(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
-    """Return -A logp (Williams 1992). This is only correct on policy."""
+    """Return -A * logp (Williams 1992). This is only correct on policy."""
     return -advantages_K * logp_K, torch.zeros_like(logp_K, dtype=torch.bool)
 
 
@@ -372,8 +396,9 @@ def policy_loss(
     """Return the loss of each token, (K,), and per-token indicators: "clipped", and "kl", the k3 estimate of
     KL(old || new).
 
-    `rollout_K` is the rollout of each token, for losses that couple the tokens of a response. The loss is that of
-    `algo`. Without `algo` it is `kind`, with `settings` of Algorithm such as clip_low, clip_high and dual_clip."""
+    `rollout_K` is the rollout of each token, for losses that couple the tokens of a response. `algo` selects the loss
+    and its settings. Without it, pass the loss's name as `kind` and fields of Algorithm, such as clip_low, clip_high
+    and dual_clip, as keywords."""
     algo = algo or Algorithm(loss=kind, **settings)
     if algo.loss not in LOSSES:
         raise ValueError(f"policy_loss: unknown kind {algo.loss!r}; choose one of {', '.join(LOSSES)}")
@@ -386,11 +411,11 @@ def policy_loss(
 def truncated_importance_weight(
     trainer_logp_K: torch.Tensor, rollout_logp_K: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the importance weight p_trainer / p_engine of each token, truncated at `cap` and without gradient, and
-    capped_K bool.                                                     Ionides 2008, Truncated importance sampling
+    """Return the importance weight p_trainer / p_engine of each token, truncated at `cap` and without gradient, and a
+    mask of the tokens whose weight was capped (Ionides 2008, Truncated importance sampling).
 
     Engine and trainer round differently, so even "on-policy" samples come from a slightly different policy. The cap
-    bounds the variance, at the price of a bias on the few tokens that exceed it."""
+    bounds the variance, at the price of a bias on the few tokens whose weight exceeds it."""
     ratio_K = (trainer_logp_K - rollout_logp_K).detach().exp()
     return ratio_K.clamp(max=cap), ratio_K > cap
 
@@ -398,28 +423,31 @@ def truncated_importance_weight(
 def geometric_mean_mask(
     trainer_logp_K: torch.Tensor, rollout_logp_K: torch.Tensor, rollout_K: torch.Tensor, low: float, high: float
 ) -> torch.Tensor:
-    """Return keep_K bool: whether the geometric mean of p_trainer / p_engine over the token's response is within
-    [low, high]. Without this mask one garbled response, say from an engine bug, could dominate the update."""
+    """Return a mask of the tokens to keep: those of responses over which the geometric mean of p_trainer / p_engine is
+    within [low, high]. Without this mask one garbled response, say from an engine bug, could dominate the update."""
     mean_K = response_means((trainer_logp_K - rollout_logp_K).detach().double(), rollout_K).exp()
     return (mean_K >= low) & (mean_K <= high)
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of the update. The policy head calls it on each block of tokens whose log-probabilities it has computed:
+    """The loss of the update. The policy head calls it on each block of tokens whose log-probabilities it has computed.
+    The loss of a token is
 
-    weight (tis policy_loss + kl_coef kl(logp, ref_logp) - entropy_coef entropy)
+    weight * (tis * policy_loss + kl_coef * kl(logp, ref_logp) - entropy_coef * entropy)
 
-    The arguments are logp_K, entropy_K and the rows K of a TokenBatch. The results are the weighted loss of each token,
-    whose sum is the loss, and indicators: those of policy_loss, "capped" (truncated_importance_weight) and "kept"
-    (geometric_mean_mask). Reading a column that was not computed is an error.
+    The arguments are logp_K, entropy_K and the rows K of a TokenBatch. The results are the loss of each token, whose
+    sum is the loss of the minibatch, and indicators: those of policy_loss, "capped" (truncated_importance_weight) and
+    "kept" (geometric_mean_mask). Reading a column that was not computed is an error.
 
-    With --async-steps, tokens may be sampled with older weights than those before the update. old_policy chooses the
-    weights of old_logp:
-    trainer   the weights before the update. On policy they are the current ones, and the ratio is exactly 1. The clip
-              bounds the update; tis weighs a token by old / sampled: decoupled objective, arXiv:2505.24298, section 5.2
+    With --async-steps, tokens may be sampled with older weights than those before the update. `old_policy` chooses the
+    weights that old_logp is computed with:
+    trainer   the trainer's weights before the update. On policy they are the current ones, and the ratio is exactly 1.
+              Clipping bounds the update; TIS multiplies a token's loss by p_old / p_sampled, at most tis_cap
+              (decoupled objective, arXiv:2505.24298, section 5.2)
     rollout   the weights that sampled the token, with the engine's log-probabilities. The ratio includes staleness, and
-              the clip bounds it (arXiv:1707.06347 off policy). tis would apply it twice
+              clipping bounds staleness and update together (arXiv:1707.06347 off policy). TIS and ratio_mask would
+              correct for the engine's probabilities a second time, so they are refused
     """
 
     algo: "Algorithm"
@@ -427,7 +455,7 @@ class PolicyLoss:
 
     @property
     def per_token(self) -> bool:
-        """Return whether a block of tokens may end anywhere. If not, it must contain whole rollouts."""
+        """Return whether a block of tokens may end inside a rollout. If not, it must contain whole rollouts."""
         return LOSSES[self.algo.loss].per_token and self.algo.ratio_mask is None
 
     def __call__(
@@ -457,10 +485,9 @@ class PolicyLoss:
 def value_loss(
     value_K: torch.Tensor, old_value_K: torch.Tensor, return_K: torch.Tensor, clip: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return half the squared error of each value, and which values were clipped; all (K,). With `clip` the error is
-    the larger of that of the value and that of the value clipped to old_value +- clip.
-
-    OpenAI baselines' ppo2; arXiv:2005.12729"""
+    """Return half the squared error of each value, and a mask of the clipped values; all (K,). With `clip`, use the
+    larger of two errors: the value's, and that of the value clipped to old_value +- clip (OpenAI baselines' ppo2;
+    arXiv:2005.12729)."""
     loss_K = (value_K - return_K) ** 2
     if not clip:
         return loss_K / 2, torch.zeros_like(value_K)
@@ -484,15 +511,15 @@ def token_weights(
     constant: int,
     all_sum: Callable[[dict[str, float]], dict[str, float]] = dict,
 ) -> list[float]:
-    """Return for each response of a minibatch the weight of each of its tokens. The loss is the weighted sum of token
-    losses. Responses outside `counted_B` have weight 0.
+    """Return one weight for each response of a minibatch, which all its tokens get. The loss is the weighted sum of
+    token losses. Responses outside `counted_B` have weight 0 and are not part of the totals.
 
     token  1 / all tokens of the minibatch                   every token has the same weight (DAPO)
     seq    1 / (responses * tokens of this response)         every response has the same weight (GRPO)
     const  1 / (responses * constant)                        no length bias (Dr. GRPO); constant = --max-new-tokens
 
-    `all_sum` adds the totals of all ranks. They include all micro-batches and are known before the first backward, so
-    neither the split into micro-batches nor the number of ranks changes the loss.
+    `all_sum` adds the totals of all ranks. The totals include all micro-batches and are known before the first
+    backward, so neither the split into micro-batches nor the number of ranks changes the loss.
     """
     counted_tokens = [n for n, counted in zip(n_tokens_B, counted_B, strict=True) if counted]
     total = all_sum({"tokens": float(sum(counted_tokens)), "responses": float(len(counted_tokens))})
@@ -508,7 +535,7 @@ def token_weights(
 # Settings
 
 NORM_STD = ("group", "batch", "none")
-key = partial(flag_field, key=True)  # a rarely used setting, passed as --algo-args KEY=VALUE
+algo_arg = partial(flag_field, key=True)  # a rarely used setting, passed as --algo-args KEY=VALUE
 PRESETS: dict[str, dict[str, Any]] = {  # --algo NAME: the settings that differ from the defaults of Algorithm
     "grpo": {},
     "dr_grpo": {"adv": "dr_grpo", "loss_agg": "const"},
@@ -524,7 +551,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # --algo NAME: the settings that differ 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Algorithm (--algo sets several of these; flags you pass override it)"""
+    """Algorithm (--algo sets several of these; flags you pass override it)"""  # this section's title in --help
 
     algo: str = flag_field("grpo", "preset of the algorithm flags, which you can override one by one",
                            choices=tuple(PRESETS))
@@ -533,12 +560,13 @@ class Algorithm:
     loss: str = flag_field("clip", "policy loss; docs/algorithms.md", choices=LOSSES)
     clip_low: float = flag_field(0.2, "lower clip range: the ratio is clipped at 1 - X", above=0, most=1)
     clip_high: float = flag_field(0.2, "upper clip range: the ratio is clipped at 1 + X (DAPO's clip-higher)", above=0)
-    loss_agg: str = flag_field("token", "loss average: per token, per response, or over --max-new-tokens (const)",
-                               choices=LOSS_AGGREGATIONS)
-    truncated: str = flag_field("keep", "responses cut at --max-new-tokens; penalise: overlong reward shaping",
-                                choices=("keep", "mask", "penalise"))
-    max_gen_batches: int = flag_field(1, "dynamic sampling: max batches per step, until P groups have unequal rewards",
-                                      least=1)
+    loss_agg: str = flag_field("token", "token: mean over tokens; seq: mean over responses; const: sum / (responses x "
+                               "--max-new-tokens)", choices=LOSS_AGGREGATIONS)
+    truncated: str = flag_field("keep", "keep: train on responses cut off at --max-new-tokens; mask: leave them out of "
+                                "the loss; penalise: lower the reward of responses longer than 4/5 of that limit "
+                                "(overlong reward shaping)", choices=("keep", "mask", "penalise"))
+    max_gen_batches: int = flag_field(1, "dynamic sampling: sample up to N batches per step, until P groups have "
+                                      "unequal rewards; 1: off", least=1)
     update_epochs: int = flag_field(1, "passes over the rollouts of a step", least=1)
     minibatches: int = flag_field(1, "minibatches per pass; one optimizer step each", least=1)
     entropy_coef: float = flag_field(0.0, "coefficient of the entropy bonus", least=0)
@@ -548,31 +576,32 @@ class Algorithm:
                          "+ d", choices=KL_ESTIMATORS)
 
     # Keys of --algo-args
-    norm_std: str | None = key(None, "std that divides advantages, or none (default: by --adv)", choices=NORM_STD)
-    dual_clip: float | None = key(None, "dual clip: bound of a token's loss over |A| where A < 0 (default: off)",
-                                  above=1)
-    tis_cap: float | None = key(None, "TIS: weigh tokens by p_trainer / p_engine, truncated at this (default: off)",
-                                above=0)
-    ratio_mask: str | None = key(None, "mask responses whose geometric mean of p_trainer / p_engine is not in LOW,HIGH")
-    old_policy: str = key("trainer", "old policy: the trainer's before the update, or what sampled the token",
-                          choices=("trainer", "rollout"))
-    kl_in: str = key("loss", "apply the KL as a term of the loss, or subtract it from the reward",
-                     choices=("loss", "reward"))
-    kl_target: float | None = key(None, "adapt --kl-coef to keep the KL near this, in nats per token", above=0)
-    kl_horizon: float = key(10_000.0, "samples in which --kl-coef can change by about a fifth; arXiv:1909.08593",
-                            above=0)
-    ref_every: int = key(0, "steps between copies of the policy into the reference; 0: the reference stays fixed",
-                         least=0)
-    critic: str = key("head", "critic of --adv gae: a value head on the policy, or a separate copy of the model",
-                      choices=("head", "separate"))
-    critic_lr: float = key(1e-5, "peak learning rate of the value head or the separate critic", above=0)
-    critic_warmup_steps: int = key(0, "number of first steps that train only the critic", least=0)
-    value_coef: float = key(0.5, "coefficient of the value loss", above=0)
-    value_clip: float | None = key(0.2, "clip values to within this of the old ones; none: no clipping", above=0)
-    gamma: float = key(0.99, "discount per token of --adv gae; use 1 for long responses", least=0, most=1)
-    lam: float = key(0.95, "lambda of --adv gae; 1: full returns, 0: one-step TD error", least=0, most=1)
-    sapo_tau_positive: float = key(1.0, "steepness of SAPO's gate where A > 0, as published", above=0)
-    sapo_tau_negative: float = key(1.05, "steepness of SAPO's gate where A < 0", above=0)
+    norm_std: str | None = algo_arg(None, "divide advantages by the std of the group, or of the step on all ranks "
+                                    "(batch; centred too unless --adv compares a group), or not (default: by --adv)",
+                                    choices=NORM_STD)
+    dual_clip: float | None = algo_arg(None, "dual clip: where A < 0, a token's loss is at most this times |A| "
+                                       "(default: off)", above=1)
+    tis_cap: float | None = algo_arg(None, "TIS: weight tokens by p_trainer / p_engine, capped at this (default: off)",
+                                     above=0)
+    ratio_mask: str | None = algo_arg(None, "mask responses whose geometric mean of p_trainer / p_engine is not in "
+                                      "LOW,HIGH (default: off)")
+    old_policy: str = algo_arg("trainer", "denominator of the ratio: trainer: its weights before the update; rollout: "
+                               "the weights that sampled the token", choices=("trainer", "rollout"))
+    kl_in: str = algo_arg("loss", "loss: add the KL to the loss; reward: subtract it from the reward",
+                          choices=("loss", "reward"))
+    kl_target: float | None = algo_arg(None, "adapt --kl-coef to keep the KL near this, in nats per token", above=0)
+    kl_horizon: float = algo_arg(10_000.0, "samples over which --kl-coef can change by about a fifth", above=0)
+    ref_every: int = algo_arg(0, "steps between copies of the policy into the reference; 0: never", least=0)
+    critic: str = algo_arg("head", "critic of --adv gae; head: a value head on the policy; separate: another copy of "
+                           "the model", choices=("head", "separate"))
+    critic_lr: float = algo_arg(1e-5, "peak learning rate of the value head or the separate critic", above=0)
+    critic_warmup_steps: int = algo_arg(0, "number of initial steps that train only the critic", least=0)
+    value_coef: float = algo_arg(0.5, "coefficient of the value loss", above=0)
+    value_clip: float | None = algo_arg(0.2, "clip values to within this of the old ones; none: no clipping", above=0)
+    gamma: float = algo_arg(0.99, "discount per token of --adv gae; use 1 for long responses", least=0, most=1)
+    lam: float = algo_arg(0.95, "lambda of --adv gae; 1: full returns, 0: one-step TD error", least=0, most=1)
+    sapo_tau_positive: float = algo_arg(1.0, "steepness of SAPO's gate where A > 0, as published", above=0)
+    sapo_tau_negative: float = algo_arg(1.05, "steepness of SAPO's gate where A <= 0", above=0)
 
     # Derived settings
     @property
@@ -581,7 +610,8 @@ class Algorithm:
 
     @property
     def on_policy(self) -> bool:
-        """Return whether the old policy is the current one: with one update per step and old_policy=trainer."""
+        """Return whether the old policy is the current one: with old_policy=trainer and one optimizer step per training
+        step."""
         return self.update_epochs * self.minibatches == 1 and self.old_policy == "trainer"
 
     @property
@@ -604,7 +634,7 @@ class Algorithm:
 
     @property
     def needs_forward(self) -> bool:
-        """Return whether anything is computed with the weights before the update."""
+        """Return whether any log-probabilities or values have to be computed before the update."""
         return self.needs_old_logps or self.needs_values or self.needs_reference
 
     @property
@@ -627,23 +657,24 @@ class Algorithm:
         need(size > 1 or self.max_gen_batches == 1,
              f"--group-size {size}: --max-gen-batches {self.max_gen_batches} needs unequal rewards; use at least 2")
         need(std != "group" or (estimator.grouped and not estimator.per_token),
-             f"--algo-args norm_std=group: {adv} does not give each sample of a group one advantage; use batch or none")
+             f"--algo-args norm_std=group needs an estimator that compares a group's samples and gives each sample one "
+             f"advantage; {adv} does not; use norm_std=batch or none")
         need(std != "group" or not self.kl_in_reward,
-             f"--algo-args kl_in=reward norm_std=group (--kl-coef {kl_coef}): if all rewards of a group are equal, "
-             f"penalties of any size would become advantages of 1; use norm_std=batch or none, or kl_in=loss")
+             f"--algo-args kl_in=reward norm_std=group (--kl-coef {kl_coef}): if all rewards of a group are equal, KL "
+             f"penalties of any size would become advantages of about +-1; use norm_std=batch or none, or kl_in=loss")
         need(self.clip_low < 1 or self.loss == "cispo",
              f"--clip-low {self.clip_low}: must be below 1, except with --loss cispo, where 1 means no lower bound")
         need(LOSSES[self.loss].per_token or not has_token_advantages,
              f"--loss {self.loss} couples the tokens of a response, but {adv} with kl_in={self.kl_in} has an advantage "
              f"per token; use --loss clip")
         need(self.loss != "reinforce" or self.on_policy,
-             f"--loss reinforce is only correct on policy, with one update per step, but the settings are {updates} "
-             f"with old_policy={self.old_policy}; use --loss clip")
+             f"--loss reinforce is only correct on policy (one optimizer step per training step, old_policy=trainer), "
+             f"but the settings are {updates} and old_policy={self.old_policy}; use --loss clip")
         need(self.old_policy == "trainer" or (self.tis_cap is None and self.ratio_mask is None),
              "--algo-args old_policy=rollout: the ratio already uses the engine's log-probabilities, so tis_cap and "
-             "ratio_mask would apply it twice; remove them, or use old_policy=trainer")
+             "ratio_mask would correct for these a second time; remove both, or use old_policy=trainer")
         need(self.kl_target is None or self.needs_reference,
-             f"--algo-args kl_target={self.kl_target} adapts --kl-coef, but that is {kl_coef}; set it above 0")
+             f"--algo-args kl_target={self.kl_target} adapts --kl-coef, but --kl-coef is {kl_coef}; set it above 0")
         need(self.ref_every == 0 or self.needs_reference,
              f"--algo-args ref_every={self.ref_every} updates the reference, but there is none; set --kl-coef above 0")
         need(self.critic_warmup_steps == 0 or estimator.needs_values,
@@ -651,8 +682,7 @@ class Algorithm:
         need(self.critic == "head" or estimator.needs_values,
              f"--algo-args critic={self.critic}: {adv} has no critic; use --adv gae")
         need(self.kl_in == PRESETS[self.algo].get("kl_in", "loss") or self.needs_reference,
-             f"--algo-args kl_in={self.kl_in} has no effect, because --kl-coef is {kl_coef}; set that above 0, or "
-             "remove kl_in")
+             f"--algo-args kl_in={self.kl_in} has no effect with --kl-coef {kl_coef}; raise --kl-coef, or remove kl_in")
         need(self.dual_clip is None or self.loss not in ("cispo", "sapo", "reinforce"),
              f"--algo-args dual_clip={self.dual_clip} has no effect on --loss {self.loss}; use --loss clip or gspo")
         if self.ratio_mask is not None:
@@ -664,12 +694,14 @@ class Algorithm:
 
 def has_gradient(rewards_PG: torch.Tensor, finish_reasons: Sequence[str], algo: Algorithm) -> list[bool]:
     """Return for each response whether it can have a gradient; the others are not packed. If advantages depend on more
-    than the rewards of the group, or if the loss includes entropy or KL, all responses in the loss can have one."""
+    than the rewards of the group, or if the loss includes entropy or KL, all responses in the loss can have a
+    gradient."""
     counted = [algo.counts_in_loss(reason) for reason in finish_reasons]
     if algo.kl_in_reward or algo.needs_values:  # responses outside the loss are needed for the others' advantages
         return [True] * len(counted)
-    estimator, by_advantage = ADVANTAGES[algo.adv], LOSSES[algo.loss].by_advantage
-    if estimator.per_token or not (estimator.grouped and by_advantage) or algo.needs_reference or algo.entropy_coef > 0:
+    estimator = ADVANTAGES[algo.adv]
+    can_skip = estimator.grouped and not estimator.per_token and LOSSES[algo.loss].zero_without_advantage
+    if not can_skip or algo.needs_reference or algo.entropy_coef > 0:
         return counted
     has_advantage = group_advantages(rewards_PG, algo.adv, "none", graded_PG=~rewards_PG.isnan()).flatten() != 0
     return [bool(a) and c for a, c in zip(has_advantage, counted, strict=True)]

@@ -301,7 +301,7 @@ VLLM_HELP = (
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Rollout"""
+    """Rollout"""  # this section's title in --help
 
     prompts_per_step: int = flag_field(16, "prompts per step, over all processes (P)", least=1)
     max_new_tokens: int = flag_field(512, "max new tokens per response (for episodes: all turns and observations "
@@ -330,7 +330,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class EnvConfig:
-    """Environment"""
+    """Environment"""  # this section's title in --help
 
     env: str | None = flag_field(None, "environment of multi-turn episodes: a name in envs/, or your own; "
                                  "docs/environments.md", metavar="NAME|FILE.py:CLASS",

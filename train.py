@@ -5,14 +5,20 @@
                 --out out/geo3k --steps 60
 
 Each step: rollout, reward, pack, log-probabilities before the update, advantage, update, weight sync, report. --algo
-names a preset of the algorithm's settings, which you can also set one by one. The default differs from the GRPO paper
-(arXiv:2402.03300) in five ways: (1) every token has the same weight in the loss (--loss-agg token), not every response;
-(2) without --kl-coef there is no KL term, so no reference model is loaded; (3) with one update per step the old policy
-is the current one, so its log-probabilities need no separate forward pass; (4) a group whose rewards are all equal has
-no gradient, so it is not packed; (5) each prompt and its images are computed once for all responses of the group.
+names a preset of the algorithm's settings, which you can also set one by one.
 
-Axes: P prompts of a step, G samples per prompt; B responses and N trained tokens of a step on this rank; T packed
-tokens and K trained tokens of a micro-batch.
+The default differs from the GRPO paper (arXiv:2402.03300) in two ways:
+1. The loss averages over tokens, not over responses (--loss-agg token).
+2. Without --kl-coef there is no KL term, so no reference model is loaded.
+
+Three savings leave the gradient unchanged:
+1. With one optimizer step per training step, the old policy is the current one, so its log-probabilities need no
+   separate forward pass.
+2. Groups whose rewards are all equal have no gradient, so they are not packed.
+3. Each prompt and its images are computed once for all responses of the group.
+
+Axes: P prompts per step (in a rank's tensors, its share of them); G samples per prompt; B responses and N tokens that
+the policy sampled, in a step on this rank; T packed tokens in a micro-batch; K sampled tokens that it predicts.
 """
 
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -25,7 +31,7 @@ from engines.launch import RolloutServerConfig, check_engine, resolve_engine, st
 from eval import Evaluation
 from kernels import TangentLoss, loss_and_gradients
 from model import ModelConfig, Processor, load_config
-from packing import Packer, TokenBatch, TrainBatch, balance_across_ranks, flop_rates, make_token_batch
+from packing import Packer, TokenBatch, TrainBatch, balance_across_ranks, flop_costs, make_token_batch
 from parallel import node_checks, resume, sharding, watchdog
 from parallel.checkpoint import load_checkpoint
 from parallel.models import Models, OptimConfig, build_models, checkpoint_parts, peak_memory, probe_memory
@@ -54,7 +60,7 @@ from utils import DistContext, Meter, StepTimer, run_script
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of a run, one section per module that defines them."""
+    """The settings of a run: one field per section of flags."""
 
     run: resume.RunConfig
     model: ModelConfig
@@ -83,9 +89,11 @@ class TrainState:
     """The state of a run besides its weights. Checkpoints save it."""
 
     step: int = 0  # number of finished steps
-    position: int = 0  # position in the data: number of prompt batches drawn so far
+    position: int = 0  # number of prompt batches that steps have used; batches drawn ahead do not count
     kl_coef: float = 0.0  # current KL coefficient; adaptive if kl_target is set
-    eval_due: int = 0  # step whose evaluation still has to run: the one before training, or one that was interrupted
+    # the evaluation to run at start-up if it equals `step`: 0 for the one before training, N for one that was
+    # interrupted after step N. Once `step` is above 0, 0 means none
+    eval_due: int = 0
     curriculum: CurriculumState = field(default_factory=dict)  # state that the curriculum carries from step to step
 
     @classmethod
@@ -143,7 +151,8 @@ def check_config(cfg: Config, world: int) -> None:
 
 
 def resolve_auto_settings(cfg: Config, device: torch.device) -> Config:
-    """Replace `auto` by its value on this machine, and make paths absolute so that any directory can resume the run."""
+    """Resolve `auto` to its value on this machine, and make paths absolute so that the run can be resumed from any
+    working directory."""
     cfg = Config.from_flags(cfg.to_flags() | resume.absolute_paths(cfg.to_flags()))
     rollout = replace(cfg.rollout, rollout=resolve_engine(cfg.rollout.rollout, device))
     return replace(cfg, model=cfg.model.resolve(device), rollout=rollout)
@@ -157,7 +166,7 @@ def pack_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: DistContext, m
     """Phase 3: balance whole groups across ranks by FLOPs and pack them. Responses without a gradient are left out."""
     algo = cfg.algo
     groups, chosen = pool.groups, pool.select_groups()
-    by_minibatch = balance_across_ranks(groups, chosen, algo.minibatches, packer.rates, ctx, meter)
+    by_minibatch = balance_across_ranks(groups, chosen, algo.minibatches, packer.flop_costs, ctx, meter)
     rollouts = list(chain.from_iterable(by_minibatch))
     rewards_PG = reshape_to_groups([r.reward for r in rollouts], algo)
     has_gradient = grpo.has_gradient(rewards_PG, [r.finish_reason for r in rollouts], algo)
@@ -169,7 +178,7 @@ def pack_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: DistContext, m
         weights += grpo.token_weights(n_tokens, counted, algo.loss_agg, cfg.rollout.max_new_tokens, ctx.sum)
         minibatches.append(packer.pack(rollouts, [i for i in members if has_gradient[i]], ctx.max))
     trained = [r for r, is_trained in zip(rollouts, has_gradient, strict=True) if is_trained]
-    flops = metrics.update_flops(trained, packer.rates, frozen=cfg.model.lora_rank > 0)
+    flops = metrics.update_flops(trained, packer.flop_costs, frozen=cfg.model.lora_rank > 0)
     meter.sum("update/flops", algo.update_epochs * flops)
     return TrainBatch(rollouts, make_token_batch(rollouts, weights), minibatches)
 
@@ -180,7 +189,8 @@ def reshape_to_groups(rewards_B: list[float], algo: grpo.Algorithm) -> torch.Ten
 
 @torch.no_grad()
 def compute_logprobs_and_values(batch: TrainBatch, models: Models, cfg: Config) -> None:
-    """Phase 4: compute old_logps, ref_logps and values with the weights before the update, as the algorithm needs."""
+    """Phase 4: compute old_logps, ref_logps and values with the weights before the update, as far as the algorithm
+    needs them."""
     algo, temperature, tokens = cfg.algo, cfg.rollout.temperature, batch.tokens
     needs_policy = algo.needs_old_logps or (algo.needs_values and models.critic is None)
     for micro in chain.from_iterable(batch.minibatches):
@@ -213,14 +223,15 @@ def set_advantages(batch: TrainBatch, algo: grpo.Algorithm, kl_coef: float, ctx:
 
 def update_policy(models: Models, batch: TrainBatch, cfg: Config, state: TrainState, ctx: DistContext, meter: Meter,
                   skipped: SkippedUpdates) -> None:
-    """Phase 6: take --update-epochs x --minibatches optimizer steps of the policy and of a separate critic, if there is
-    one; a value head is part of the policy. During the first critic_warmup_steps steps only the values are trained."""
+    """Phase 6: take --update-epochs x --minibatches optimizer steps of the policy, and as many of a separate critic if
+    there is one; a value head is part of the policy. During the first critic_warmup_steps training steps only the
+    values are trained."""
     algo = cfg.algo
     loss = grpo.PolicyLoss(algo, state.kl_coef if models.reference else 0.0)
     if models.reference:
         meter.set_replicated("kl/coef", state.kl_coef)
-    for update in range(algo.update_epochs * algo.minibatches):
-        epoch, number = divmod(update, algo.minibatches)
+    for i in range(algo.update_epochs * algo.minibatches):
+        epoch, number = divmod(i, algo.minibatches)
         micros = batch.minibatches[number]
         models.zero_grad()
         policy_total = value_total = 0.0
@@ -247,13 +258,15 @@ def update_policy(models: Models, batch: TrainBatch, cfg: Config, state: TrainSt
             rows = torch.cat([micro.token_index_K for micro in micros])
             logps, entropies = torch.cat(results, dim=1).cpu()
             batch.tokens.fill(rows, logps=logps, entropies=entropies)
-            # the engine is compared with the weights before the update: with old_logps, or logps of the first update
+            # mismatch metrics compare the engine's log-probabilities with the trainer's before the update: old_logps if
+            # computed, else the logps of the first optimizer step
             first_pass = epoch == 0 and (algo.needs_old_logps or number == 0)
             metrics.add_token_metrics(batch.tokens[batch.rows(number)], loss, meter, first_pass=first_pass)
         if state.step < algo.critic_warmup_steps:
             models.policy.hf.zero_grad()
         norm, stepped = clip_and_step(models.policy, models.optimizer, cfg.optim.max_grad_norm)
-        # the mean over updates of the loss summed over ranks. Updates without any gradient (norm 0) are not counted
+        # log the loss, summed over ranks and averaged over optimizer steps; steps without any gradient (norm 0) do not
+        # count
         meter.add_mean("loss/policy", policy_total, (norm != 0) / ctx.data_world)
         meter.add_mean("policy/grad_norm", norm, norm != 0)
         skipped.after_update(norm, stepped, policy_total, batch.uids(number), meter)
@@ -267,8 +280,8 @@ def update_policy(models: Models, batch: TrainBatch, cfg: Config, state: TrainSt
 
 @torch.no_grad()
 def compute_tangents(models: Models, batch: TrainBatch, minibatch: int, loss: grpo.PolicyLoss, cfg: Config) -> None:
-    """Set `batch.tokens.tangents` for kernels.TangentLoss. A loss that couples the tokens of a rollout needs a forward
-    over all micro-batches before the first backward if a rollout is split over several micro-batches."""
+    """Set `batch.tokens.tangents` for kernels.TangentLoss. If a rollout is split over several micro-batches, a loss
+    that couples its tokens needs a forward pass over all micro-batches before the first backward pass."""
     tokens = batch.tokens
     for micro in batch.minibatches[minibatch]:
         out = models.policy(micro, cfg.rollout.temperature)
@@ -294,8 +307,8 @@ def weighted_value_loss(value_K: torch.Tensor | None, tokens: TokenBatch, algo: 
 
 def clip_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[float, bool]:
     """Clip the gradients and step the optimizer. Return the global norm before clipping, the same on all ranks, and
-    whether the optimizer stepped. It does not if the norm is not finite, or if it is 0: then no weight has a gradient,
-    and a step would apply only momentum and weight decay."""
+    whether the optimizer stepped. It does not step if the norm is not finite or 0. If the norm is 0, no weight has a
+    gradient, and a step would apply only momentum and weight decay."""
     norm = sharding.clip_gradients(model, max_norm)
     can_step = 0 < norm < float("inf")
     if can_step:
@@ -305,8 +318,8 @@ def clip_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_
 
 def next_state(state: TrainState, pool: GroupPool, curriculum: DataOrder, row: dict[str, float],
                cfg: Config) -> TrainState:
-    """Return the state after a step with the metrics `row`. With kl_target the KL coefficient adapts, but only if the
-    policy was updated."""
+    """Return the run's state after a step. `row` holds the step's metrics. With kl_target the KL coefficient adapts,
+    but only if the policy was updated."""
     algo, kl_coef, infinite = cfg.algo, state.kl_coef, float("inf")
     updated = row.get("update/steps", 0) > 0 and state.step >= algo.critic_warmup_steps
     if algo.kl_target is not None and updated and abs(row.get("policy/kl_ref", infinite)) < infinite:
@@ -344,7 +357,8 @@ def set_up(cfg: Config) -> Run:
 
     # 5. curriculum, and a dry run of the rewards in each of its stages
     curriculum = make_order(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
-    _, eval_stage = load_last_stage(cfg.reward.curriculum, eval_set)  # chosen by the evaluation data, as in eval.py
+    # without --curriculum: the last stage of the evaluation data's task, as in eval.py
+    _, eval_stage = load_last_stage(cfg.reward.curriculum, eval_set)
     batches = Batches(cfg, curriculum, processor, reset_fn, ctx)
     grader.dry_run(ctx.is_main, curriculum.stages())
 
@@ -357,8 +371,8 @@ def set_up(cfg: Config) -> Run:
     # 7. models, and the state of the run
     models = build_models(cfg, processor, ctx)
     state = TrainState.from_checkpoint(load_checkpoint(start, models.checkpointed) if start else {}, cfg.algo)
-    rates = flop_rates(models.policy.hf.config, models.vision_flop_factor)
-    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
+    costs = flop_costs(models.policy.hf.config, models.vision_flop_factor)
+    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, costs, share=cfg.model.attn != "flash")
     if ctx.device.type == "cuda":
         probe_memory(models.policy, train_set, packer, processor, cfg, reset_fn)
 
@@ -377,7 +391,8 @@ def set_up(cfg: Config) -> Run:
     evaluation = Evaluation(
         engine, eval_set, processor, grader, ctx, greedy, stage=eval_stage, step=cfg.run.steps,
         should_stop=interrupt.reduce_signal, start_of=reset_fn)  # fmt: skip
-    if eval_set and state.eval_due == state.step:  # the one before the first step, or one that a signal interrupted
+    # an evaluation is due: the one before the first step, or one that a signal interrupted
+    if eval_set and state.eval_due == state.step:
         row = evaluation.run_during_training(log, timer, state.step)
         log.log_extra_evaluation(state.step, row | timer.pop_metrics())
 
@@ -395,14 +410,17 @@ def main(cfg: Config) -> None:
         meter = Meter()
         pool = GroupPool(algo, cfg.rollout, state.position, ctx)
 
-        # 1. rollout and 2. reward: one batch; with dynamic sampling, more until enough groups have unequal rewards
+        # 1. rollout and 2. reward, for one batch. Dynamic sampling repeats both until enough groups have unequal
+        # rewards, or until --max-gen-batches batches have been drawn
         while not pool.is_full():
             prompts = batches.next(state, pool.position)
             with timer("rollout"), progress.sampling(lambda: engine.finished, len(prompts) * algo.group_size):
                 rollouts = engine.generate(prompts, algo.group_size, prompts.sampling, on_rollout=grader.submit)
             with timer("reward"):
                 rewards = grader.collect(rollouts)
-            pool.add(rollouts, rewards)  # waits for all ranks; not timed, so that the watchdog names a rank that hangs
+            # a collective, so outside the timed phases: a rank that hangs is then the one still in its phase, and the
+            # watchdog can name it
+            pool.add(rollouts, rewards)
             grader.check_worked(rollouts, ctx.gather)
         engine.sleep()  # free its memory for the update
 
@@ -428,7 +446,7 @@ def main(cfg: Config) -> None:
         with timer("sync", interruptible=False):
             sync_metrics = engine.sync(models.weights(engine.dtype))
 
-        # 8. report: metrics, evaluation, checkpoint; samples and pages come last, and their failure is only a warning
+        # 8. report: metrics, evaluation, checkpoint. Samples and pages come last; if they fail, the run only warns
         row = metrics.rollout_metrics(pool, grader.pop_counts()) | meter.reduce(ctx) | sync_metrics
         row |= {"lr": lr, "progress/epoch": pool.position / run.steps_per_epoch}
         state = run.saver.reached(next_state(state, pool, batches.curriculum, row, cfg))

@@ -71,7 +71,7 @@ import transformers  # noqa: E402
 from balance import QWEN2_5_VL_7B  # noqa: E402
 
 from errors import need  # noqa: E402
-from packing import flop_rates, group_flops  # noqa: E402
+from packing import flop_costs, group_flops  # noqa: E402
 from report.run_files import write_text  # noqa: E402
 from utils import run_script  # noqa: E402
 
@@ -175,8 +175,8 @@ class Engine(NamedTuple):
         return j * self.overhead + bound * self.compute * n + memory
 
 
-RATES = flop_rates(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B))  # a third of an update's with a frozen tower
-FORWARD = flop_rates(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B), vision=1)
+COSTS = flop_costs(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B))  # a third of an update's with a frozen tower
+FORWARD = flop_costs(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B), vision=1)
 KV_BYTES = 2 * 2 * 28 * 4 * 128  # per token: keys and values, bf16, layers, heads, head size
 
 
@@ -188,9 +188,9 @@ def engine(machine: Machine, mean_context: float) -> Engine:
     need(fits >= 1, f"{memory}; raise --tp")
     return Engine(
         (machine.overhead + machine.all_reduce * (machine.tp > 1)) / 1e3,
-        (RATES.token + RATES.trained_token) / bandwidth,  # 2 FLOPs per multiplication and 2 bytes per weight
+        (COSTS.token + COSTS.trained_token) / bandwidth,  # 2 FLOPs per multiplication and 2 bytes per weight
         KV_BYTES / bandwidth,
-        (RATES.token + RATES.trained_token) / rate,
+        (COSTS.token + COSTS.trained_token) / rate,
         1 / rate,
         min(machine.slots, int(fits)),
     )
@@ -216,7 +216,7 @@ def draw_work(lengths: Lengths, prompts: int, samples: int, rounds: int, seed: i
     prefill, update = [], []
     for prompt, image, responses in zip(prompt_N.tolist(), image_N.tolist(), length_NG.tolist(), strict=True):
         prefill.append(group_flops(FORWARD, prompt, [4 * image], [], 0))
-        update.append(3 * group_flops(RATES, prompt, [4 * image], responses, sum(responses)))
+        update.append(3 * group_flops(COSTS, prompt, [4 * image], responses, sum(responses)))
     return Work(prompts, prompt_N, length_NG, np.array(prefill), np.array(update))
 
 
@@ -290,7 +290,7 @@ class Projection:
         first = np.zeros(len(rows), bool)
         first[cold[np.unique(one.group[cold], return_index=True)[1]]] = True
         prompt = work.prompt_N[rows]
-        again = np.where(one.live, 0, RATES.token * one.done + RATES.pair * one.done * (prompt + one.done / 2))
+        again = np.where(one.live, 0, COSTS.token * one.done + COSTS.pair * one.done * (prompt + one.done / 2))
         prefill_R = engine.flop * (again + np.where(first, work.prefill_N[rows], 0.0))
         self.again = int(one.done[cold].sum())
 
@@ -528,7 +528,7 @@ def assumptions(args: argparse.Namespace) -> list[str]:
     lines += [
         "",
         f"model      Qwen2.5-VL-7B, {PARAMETERS / 1e9:g}e9 parameters, bf16, all but the tower trained; FLOPs by "
-        f"packing.flop_rates, {RATES.token / 1e9:.1f} GFLOP per token forward; {KV_BYTES / 1e3:.0f} kB of KV cache "
+        f"packing.flop_costs, {COSTS.token / 1e9:.1f} GFLOP per token forward; {KV_BYTES / 1e3:.0f} kB of KV cache "
         "per token",
         f"sync       {args.machine.sync_seconds():.1f} s",
         "prompts    log-normal, median 361 tokens, 109-1247, 20-90% of them image tokens, as in benchmarks/balance.py",

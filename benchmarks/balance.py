@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np  # noqa: E402
 import transformers  # noqa: E402
 
-from packing import assign_to_ranks, balance, flop_rates, group_flops  # noqa: E402
+from packing import assign_to_ranks, balance, flop_costs, group_flops  # noqa: E402
 
 CELLS = ((512, 8), (512, 64), (512, 128), (4096, 8), (4096, 64), (4096, 512))
 QWEN2_5_VL_7B = {
@@ -56,9 +56,9 @@ def geo3k_like(n: int, seed: int, train_vision: bool = False, group: int = 8) ->
     prompt = np.clip(np.exp(rng.normal(np.log(361), 0.5, n // group)), 109, 1247).astype(int).repeat(group)
     image = (prompt * rng.uniform(0.2, 0.9, n // group).repeat(group)).astype(int)
     response = np.clip(np.exp(rng.normal(np.log(326), 0.75, n)), 8, 2048).astype(int)
-    rates = flop_rates(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B), vision=1 if train_vision else 1 / 3)
+    costs = flop_costs(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B), vision=1 if train_vision else 1 / 3)
     lengths = zip(prompt.tolist(), image.tolist(), response.tolist(), strict=True)
-    flops = [group_flops(rates, p + r, [4 * i], [], r) for p, i, r in lengths]
+    flops = [group_flops(costs, p + r, [4 * i], [], r) for p, i, r in lengths]
     return (prompt + response).tolist(), flops
 
 
@@ -69,9 +69,9 @@ def groups_like_geo3k(n: int, seed: int, samples: int = 5) -> list[float]:
     image_N = (prompt_N * rng.uniform(0.2, 0.9, n)).astype(int)
     deviation_NG = (rng.normal(size=(n, 1)) + rng.normal(size=(n, samples))) * 0.75 / 2**0.5
     response_NG = np.clip(np.exp(np.log(326) + deviation_NG), 8, 2048).astype(int)
-    rates = flop_rates(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B))
+    costs = flop_costs(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B))
     lengths = zip(prompt_N.tolist(), image_N.tolist(), response_NG.tolist(), strict=True)
-    return [group_flops(rates, p, [4 * i], responses, sum(responses)) for p, i, responses in lengths]
+    return [group_flops(costs, p, [4 * i], responses, sum(responses)) for p, i, responses in lengths]
 
 
 def lpt(costs: list[float], k: int) -> list[list[int]]:

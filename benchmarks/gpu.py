@@ -29,7 +29,7 @@ code is 1 if anything failed or ran out of time. Without a GPU nothing starts, e
 Needs torch >= 2.11, triton >= 3.6, transformers >= 5.17 (5.17 also needs torchvision), safetensors, numpy, pillow,
 pyarrow, tqdm and pytest; missing packages are listed. vllm, trl and liger-kernel are used if installed.
 
-Tokens/s are response tokens trained on. MFU is the model's FLOPs by packing.flop_rates, divided by the time and the
+Tokens/s are response tokens trained on. MFU is the model's FLOPs by packing.flop_costs, divided by the time and the
 datasheet's dense bf16 rate. The FLOPs are one forward, two more for the backward (one with LoRA, whose base weights are
 frozen), the forward of the frozen tower, and attention over visible pairs; recomputation does not count. Copies of
 a prompt count if the update computes them; the column "MFU, prompts once" counts each prompt once. Image features are
@@ -867,7 +867,7 @@ def make_batch(rollouts: list, cfg, config, ctx, tokens: int, share: bool):
     """Return the batch that train.py would pack from these rollouts, with their advantages."""
     import grpo
     import train
-    from packing import Packer, TrainBatch, flop_rates, make_token_batch
+    from packing import Packer, TrainBatch, flop_costs, make_token_batch
     from utils import Meter
 
     algo = cfg.algo
@@ -876,7 +876,7 @@ def make_batch(rollouts: list, cfg, config, ctx, tokens: int, share: bool):
     trains = grpo.has_gradient(
         train.reshape_to_groups([r.reward for r in rollouts], algo), ["stop"] * len(rollouts), algo
     )
-    packer = Packer(tokens, IMAGE, flop_rates(config), share)
+    packer = Packer(tokens, IMAGE, flop_costs(config), share)
     micros = packer.pack(rollouts, [i for i, t in enumerate(trains) if t])
     batch = TrainBatch(rollouts, make_token_batch(rollouts, weights), [micros])
     train.set_advantages(batch, algo, 0.0, ctx, Meter())
@@ -887,13 +887,13 @@ def flops_of(micros: list, config, lora: bool) -> float:
     """Return the FLOPs of an update by these micro-batches, counted as the top of this file says."""
     import torch
 
-    from packing import flop_rates
+    from packing import flop_costs
 
-    rates = flop_rates(config)
-    products = sum(rates.token * m.n_tokens + rates.trained_token * len(m.target_K) for m in micros)
-    pairs = rates.pair * sum(int((m.subtree_end_T - torch.arange(m.n_tokens)).sum()) for m in micros)
+    costs = flop_costs(config)
+    products = sum(costs.token * m.n_tokens + costs.trained_token * len(m.target_K) for m in micros)
+    pairs = costs.pair * sum(int((m.subtree_end_T - torch.arange(m.n_tokens)).sum()) for m in micros)
     patches = [math.prod(image.grid_thw) for image in chain.from_iterable(m.images for m in micros)]
-    tower = sum(n * (rates.patch + rates.image_pair * n + rates.window_pair * min(n, rates.window)) for n in patches)
+    tower = sum(n * (costs.patch + costs.image_pair * n + costs.window_pair * min(n, costs.window)) for n in patches)
     return (2 if lora else 3) * products + 3 * pairs + tower
 
 

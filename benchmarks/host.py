@@ -37,7 +37,7 @@ from PIL import Image  # noqa: E402
 import demo  # noqa: E402
 import train  # noqa: E402
 from model import Processor, load_config  # noqa: E402
-from packing import Packer, flop_rates  # noqa: E402
+from packing import Packer, flop_costs  # noqa: E402
 from prepare_data import Example  # noqa: E402
 from report.log import RunLog  # noqa: E402
 from report.metrics import rollout_metrics  # noqa: E402
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace) -> None:
     cfg = train.parse_args(flags.split())
     processor = Processor(args.model, 4 * 28 * 28, 600 * 28 * 28)
     examples = make_examples(args.prompts)
-    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_rates(load_config(args.model)))
+    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_costs(load_config(args.model)))
     log = RunLog(cfg, ctx, None, 0)
     pool = GroupPool(cfg.algo, cfg.rollout, 0, ctx)
     timer = Timer(ctx)

@@ -18,7 +18,7 @@ metrics) are.
   generate   TRL: model.generate; ours: HFEngine.generate (log-probabilities and texts included)
   train      loss, backward, clipping, AdamW
   rest       images and prompts, rewards, advantages, packing, copying the weights to the engine
-The column "bound" is the ratio that arithmetic allows: TRL's FLOPs over ours, by packing.flop_rates. TRL sends the
+The column "bound" is the ratio that arithmetic allows: TRL's FLOPs over ours, by packing.flop_costs. TRL sends the
 prompt and its images through the model once per response, padded to the longest prompt, both when it samples and when
 it trains. We send them once per prompt, and each image through the frozen tower only once in total. A ratio above its
 bound means that we do more FLOP/s than TRL. On both sides the tokens in the language model's forward are counted,
@@ -57,7 +57,7 @@ import grpo  # noqa: E402
 import train  # noqa: E402
 from engines.hf import HFEngine  # noqa: E402
 from model import ImageInput, Policy, Processor, VisionCache, load_hf  # noqa: E402
-from packing import Packer, flop_rates, group_flops, make_token_batch  # noqa: E402
+from packing import Packer, flop_costs, group_flops, make_token_batch  # noqa: E402
 from parallel.models import Models  # noqa: E402
 from parallel.sharding import FullParameters, apply_fsdp, make_optimizer  # noqa: E402
 from prepare_data import Example  # noqa: E402
@@ -220,8 +220,8 @@ def arithmetic(config: Config, hf_config, prompt_tokens: Sequence[int], patches:
         ("ours", "generate", padded, config.group, new - 1, 1, 1.0),
         ("ours", "train", prompt_tokens, config.group, new - 1, 3, 0.0),
     ):
-        rates = flop_rates(hf_config, vision)
-        flops = sum(group_flops(rates, n, [patches], [inputs] * share, new * share) for n in lengths)
+        costs = flop_costs(hf_config, vision)
+        flops = sum(group_flops(costs, n, [patches], [inputs] * share, new * share) for n in lengths)
         work[side, part] = {"tokens": sum(lengths) + config.rollouts * inputs, "flops": forwards * flops}
     return work
 
@@ -401,7 +401,7 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
     models = Models(policy, make_optimizer(policy, cfg.optim.lr, cfg.optim.weight_decay))
     engine = HFEngine(load_hf(str(model)), processor, ctx.device, vision_cache=cache)
     engine.banned = policy.banned
-    packer = Packer(config.micro_tokens, processor.image_token_id, flop_rates(policy.hf.config))
+    packer = Packer(config.micro_tokens, processor.image_token_id, flop_costs(policy.hf.config))
     skipped = SkippedUpdates(model, ctx)
     clock, counter = Clock(), TokenCounter(policy.hf, engine.hf)
 

@@ -71,7 +71,7 @@ class Models:
 
     @property
     def vision_flop_factor(self) -> float:
-        """Return the tower's factor for packing.flop_rates: 1 if trained, 1/3 if only run forward, 0 if cached."""
+        """Return the tower's factor for packing.flop_costs: 1 if trained, 1/3 if only run forward, 0 if cached."""
         if not self.policy.vision_frozen:
             return 1.0
         return 1 / 3 if self.policy.cache is None else 0.0

@@ -76,7 +76,7 @@ def sampling_metrics(pool: GroupPool) -> dict[str, float]:
     return {f"sampling/{name}": float(n) for name, n in counts.items()}
 
 
-def update_flops(rollouts: Sequence[Rollout], rates: FlopCosts, frozen: bool) -> float:
+def update_flops(rollouts: Sequence[Rollout], costs: FlopCosts, frozen: bool) -> float:
     """Return the FLOPs of one pass over the rollouts: one forward and a backward of twice its cost, each prompt counted
     once. With `frozen` weights (LoRA) the products for their gradients are left out. Recomputation and padding are not
     counted."""
@@ -84,8 +84,8 @@ def update_flops(rollouts: Sequence[Rollout], rates: FlopCosts, frozen: bool) ->
     for r in rollouts:
         groups.setdefault(r.prompt.uid, []).append(r)
     factor = 2 / 3 if frozen else 1.0
-    rates = rates._replace(token=factor * rates.token, trained_token=factor * rates.trained_token)
-    return 3 * sum(rollouts_flops(group, rates) for group in groups.values() if any(map(has_trained_tokens, group)))
+    costs = costs._replace(token=factor * costs.token, trained_token=factor * costs.trained_token)
+    return 3 * sum(rollouts_flops(group, costs) for group in groups.values() if any(map(has_trained_tokens, group)))
 
 
 def has_trained_tokens(r: Rollout) -> bool:

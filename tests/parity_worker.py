@@ -24,7 +24,7 @@ import kernels  # noqa: E402
 import train  # noqa: E402
 from layers.lora import AdapterFreePolicy, LoraConfig, add_lora, find_lora_layers  # noqa: E402
 from model import Critic, Policy, Processor, load_config, load_hf  # noqa: E402
-from packing import Packer, flop_rates  # noqa: E402
+from packing import Packer, flop_costs  # noqa: E402
 from parallel.models import Models  # noqa: E402
 from parallel.sharding import apply_fsdp, gather_full  # noqa: E402
 from report.log import SkippedUpdates  # noqa: E402
@@ -212,7 +212,7 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
     vocab = load_config(model).text_config.vocab_size
     kernels.CPU_BLOCK_ELEMENTS = int(own.get("block", 4000)) * vocab
     models = build(cfg, processor, ctx, double, lr=float(own.get("sgd", 0)))
-    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_rates(models.policy.hf.config))
+    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_costs(models.policy.hf.config))
 
     # by stride, so that some process has more to do
     pool = GroupPool(cfg.algo, cfg.rollout, 0, ctx)

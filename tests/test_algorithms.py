@@ -389,7 +389,7 @@ def test_unknown_names_are_refused():
         with pytest.raises(ValueError, match=match):
             call()
     for register in (grpo.register_advantage("grpo", norm_std="none"), grpo.register_loss("clip")):
-        with pytest.raises(AssertionError, match="is there already"):
+        with pytest.raises(AssertionError, match="is already registered"):
             register(abs)
 
 

@@ -75,7 +75,7 @@ def make_batch(rollouts, cfg, models, processor, ctx):
     """One micro-batch, up to where the update begins."""
     pool = GroupPool(cfg.algo, replace(cfg.rollout, prompts_per_step=2), 0, ctx)
     pool.add(rollouts, [{"reward": r.task_reward} for r in rollouts])
-    packer = Packer(8192, processor.image_token_id, rates=FlopCosts(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
+    packer = Packer(8192, processor.image_token_id, flop_costs=FlopCosts(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
     batch = train.pack_batch(pool, cfg, packer, ctx, Meter())
     assert len(batch.minibatches[0]) == 1
     train.compute_logprobs_and_values(batch, models, cfg)

@@ -126,8 +126,8 @@ def test_rows_of_the_chosen_are_those_of_all(rollouts, cap, data):
 def test_all_ranks_can_be_given_the_same_number_of_micro_batches(rollouts, cap, extra, by_flops):
     """What there is too little for is filled with single tokens that train nothing."""
     needs = []
-    rates = FlopCosts(10.0, 0.1, 3.0, 1.0, 0.1, 0.0, 1) if by_flops else None
-    packer = Packer(cap, IMAGE, rates)
+    costs = FlopCosts(10.0, 0.1, 3.0, 1.0, 0.1, 0.0, 1) if by_flops else None
+    packer = Packer(cap, IMAGE, costs)
     fewest = packer.pack(rollouts)
     more = packer.pack(rollouts, reduce_max=lambda n: needs.append(n) or n + extra)
     assert needs == [len(fewest)] and len(more) == len(fewest) + extra

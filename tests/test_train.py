@@ -29,7 +29,7 @@ import parallel.models
 import train
 from errors import UserError
 from model import Policy
-from packing import Packer, TrainBatch, flop_rates, make_token_batch
+from packing import Packer, TrainBatch, flop_costs, make_token_batch
 from parallel.checkpoint import load_model_or_checkpoint, read_run_args
 from parallel.models import Models, probe_memory
 from report.log import SkippedUpdates
@@ -900,7 +900,7 @@ def test_the_probe_fills_a_micro_batch_and_leaves_no_gradient(loaded):
     hf, processor = loaded["qwen3_vl"]
     row = next(iter(shapes_rows(1, "train", 0)))
     example = SimpleNamespace(uid="x", messages=row["prompt"], images=[row["images"][0]["bytes"]])
-    packer = Packer(300, processor.image_token_id, flop_rates(hf.config))
+    packer = Packer(300, processor.image_token_id, flop_costs(hf.config))
     length = processor.count_tokens(example.messages, [(84, 84)])
     policy = Policy(hf, processor, train_vision="all")
     policy.zero_grad()

@@ -52,7 +52,7 @@ def make_batch(cfg, ctx, rollouts, image_token=-1):
     rollout = replace(cfg.rollout, prompts_per_step=len(rollouts) // cfg.algo.group_size)
     pool = GroupPool(replace(cfg.algo, truncated="keep"), rollout, 0, ctx)  # penalties are in the rewards
     pool.add(rollouts, [r.rewards for r in rollouts])
-    packer = Packer(cfg.optim.micro_tokens, image_token, rates=FlopCosts(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
+    packer = Packer(cfg.optim.micro_tokens, image_token, flop_costs=FlopCosts(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
     return train.pack_batch(pool, cfg, packer, ctx, Meter())
 
 

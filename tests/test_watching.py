@@ -365,12 +365,12 @@ def test_flops_of_an_update_count_each_prompt_once():
     example = Example("a", "shapes", [], [], "1", {})
     prompt = Prompt("a", [1, 2, 3], [], example, [1, 2, 3])
     rollouts = [Rollout(prompt, i, [5] * n, [True] * n, [0.0] * n) for i, n in enumerate((2, 4))]
-    rates = FlopCosts(token=100.0, pair=1.0, trained_token=10.0, patch=0.0, image_pair=0.0, window_pair=0.0, window=1)
+    costs = FlopCosts(token=100.0, pair=1.0, trained_token=10.0, patch=0.0, image_pair=0.0, window_pair=0.0, window=1)
     tokens, trained = 3 + 1 + 3, 2 + 4
     pairs = (1 + 2 + 3) + 4 + (4 + 5 + 6)
-    assert update_flops(rollouts, rates, frozen=False) == pytest.approx(3 * (100 * tokens + 10 * trained + pairs))
-    assert update_flops(rollouts, rates, frozen=True) == pytest.approx(2 * (100 * tokens + 10 * trained) + 3 * pairs)
-    assert update_flops([], rates, frozen=False) == 0
+    assert update_flops(rollouts, costs, frozen=False) == pytest.approx(3 * (100 * tokens + 10 * trained + pairs))
+    assert update_flops(rollouts, costs, frozen=True) == pytest.approx(2 * (100 * tokens + 10 * trained) + 3 * pairs)
+    assert update_flops([], costs, frozen=False) == 0
 
 
 def test_values_of_nothing_are_left_out():
