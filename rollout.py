@@ -184,7 +184,7 @@ def make_prompts(
     examples: Sequence[Example],
     processor: Processor,
     blank: bool = False,
-    start_of: ResetFn = identity,
+    reset_fn: ResetFn = identity,
     context: RewardContext | None = None,
 ) -> list[Prompt]:
     """Decode the images of examples and tokenise their messages. With `blank` every image is replaced by a white one of
@@ -195,7 +195,7 @@ def make_prompts(
         return preprocess_image(decode_image(data), processor, blank, hashlib.sha1(data).hexdigest())
 
     def make_prompt(example: Example) -> Prompt:
-        initial = start_of(example)
+        initial = reset_fn(example)
         images = list(map(prepare, initial.images))
         unexpanded_ids = processor.tokenize_messages(initial.messages)
         ids = processor.expand_image_tokens(unexpanded_ids, images)
@@ -208,19 +208,19 @@ def make_prompts(
 SPECIAL_TOKEN_REASON = "the prompt text contains the special token"  # marks these lines among those of dropped prompts
 
 
-def drop_long_prompts(
+def filter_prompts(
     examples: Sequence[Example],
     processors: Sequence[Processor],
     max_tokens: int,
     bad_rows: str = "error",
-    start_of: ResetFn = identity,
+    reset_fn: ResetFn = identity,
 ) -> tuple[list[Example], list[str], list[int]]:
     """Keep the examples whose prompt, images included, has at most max_tokens tokens for each processor. Return them, a
     line for each dropped example, and the lengths of the kept prompts. A text with special tokens is a bad row: it
     could end a turn, or stand for an image that does not exist. Raise UserError for these unless bad_rows is "skip"."""
     kept, dropped, lengths, bad = [], [], [], []
     for example in examples:
-        initial = start_of(example)
+        initial = reset_fn(example)
         if special := dict.fromkeys(chain.from_iterable(p.special_tokens_in(initial.messages) for p in processors)):
             bad.append(printable(f"{example.uid!r}: {SPECIAL_TOKEN_REASON} {', '.join(special)}; remove or reword it"))
             continue
@@ -247,14 +247,14 @@ def load_examples(
     path: str,
     cfg: DataFormatConfig,
     processors: Sequence[Processor],
-    rewards: Grader | None = None,
-    start_of: ResetFn = identity,
+    grader: Grader | None = None,
+    reset_fn: ResetFn = identity,
     limit: int | None = None,
 ) -> ExampleList:
-    """Load the first `limit` readable examples, check that `rewards` can grade them, and drop prompts that are too long
+    """Load the first `limit` readable examples, check that `grader` can grade them, and drop prompts that are too long
     for any processor. Print how many rows were left out, and the first ten."""
-    examples, unreadable = read_examples(path, cfg, limit, rewards.check_examples if rewards else len)
-    kept, dropped, lengths = drop_long_prompts(examples, processors, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
+    examples, unreadable = read_examples(path, cfg, limit, grader.check_examples if grader else len)
+    kept, dropped, lengths = filter_prompts(examples, processors, cfg.max_prompt_tokens, cfg.bad_rows, reset_fn)
     n_special = sum(SPECIAL_TOKEN_REASON in line for line in dropped)
     left_out = unreadable + dropped
     for line in left_out[:10]:
@@ -266,7 +266,7 @@ def load_examples(
     )
     need(kept, f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {cfg.max_prompt_tokens}; raise it, "
          "or lower --max-pixels to get fewer image tokens")
-    for line in rewards.unasked(kept) if rewards else ():
+    for line in grader.format_warnings(kept) if grader else ():
         print0(f"warning: {path}: {line}")
     return ExampleList(kept, lengths, len(left_out))
 
@@ -363,7 +363,7 @@ class RolloutQueue:
     """The rollouts that an engine still has to sample a response for. Here all are available at once; with an
     environment they arrive over time (envs/_episodes.py)."""
 
-    exhausted = True  # whether the next `poll` returns the last rollouts
+    closed = True  # whether the next `poll` returns the last rollouts
 
     def __init__(self, rollouts: Sequence[Rollout], sampling: SamplingParams, on_rollout: RolloutCallback):
         self.waiting = list(rollouts)
@@ -403,20 +403,20 @@ class Engine:
     def __init__(self, should_stop: Callable[[], bool] = never_stop):
         """`should_stop` returns True if the run has to end; the engine then stops sampling."""
         self.should_stop = should_stop
-        self.finished = RolloutCounter()  # progress of the newest call of generate
+        self.progress = RolloutCounter()  # progress of the newest call of generate
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, on_rollout: RolloutCallback | None = None
     ) -> list[Rollout]:
         """Sample n rollouts of each prompt and return them in the order of the prompts. Call `on_rollout` with each
         of these objects as soon as it is finished, in any order."""
-        self.finished = finished = RolloutCounter(on_rollout)
+        self.progress = progress = RolloutCounter(on_rollout)
         rollouts = start_rollouts(prompts, n)
-        self.sample(RolloutQueue(rollouts, sampling, finished.add), sampling)
+        self.sample(RolloutQueue(rollouts, sampling, progress.add), sampling)
         return rollouts
 
     def sample(self, queue: RolloutQueue, sampling: SamplingParams) -> None:
-        """Append a response to each rollout of the queue until that is exhausted. max_new_tokens includes the tokens
+        """Append a response to each rollout of the queue until that is closed. max_new_tokens includes the tokens
         that a rollout already has. A rollout that returns for another turn continues after the tokens added since."""
         raise NotImplementedError
 
@@ -488,18 +488,18 @@ class Batches:
     """The batches of prompts by their position in the data. `cfg` is a train.Config, and `curriculum` a
     rewards.order.DataOrder or rewards.curriculum.Curriculum."""
 
-    def __init__(self, cfg: Any, curriculum: Any, processor: Processor, start_of: ResetFn, ctx: DistContext):
+    def __init__(self, cfg: Any, curriculum: Any, processor: Processor, reset_fn: ResetFn, ctx: DistContext):
         self.cfg = cfg
         self.curriculum = curriculum
-        self.make = partial(make_prompts, processor=processor, start_of=start_of)
+        self.make = partial(make_prompts, processor=processor, reset_fn=reset_fn)
         self.ctx = ctx
         self.state: Any = None  # train.TrainState of the current step
-        self.drawn: dict[int, PromptBatch] = {}  # by position: batches of the current step and of later ones
+        self.prepared: dict[int, PromptBatch] = {}  # by position: batches of the current step and of later ones
 
     def next(self, state: Any, position: int) -> PromptBatch:
         """Return the batch at a position of the data, for the step of `state`."""
         self.state = state
-        batch = self.drawn[position] if position in self.drawn else self.draw(state.step, position)
+        batch = self.prepared[position] if position in self.prepared else self.draw(state.step, position)
         batch.context = batch.context or self._context(state.step, position)
         return batch
 
@@ -507,18 +507,18 @@ class Batches:
         """Select the examples of a batch. With --async-steps a batch is drawn before the solve rates of earlier batches
         are known, so a curriculum selects examples that are still being sampled only if no others are left."""
         first = self.state.position
-        self.drawn = {drawn_at: batch for drawn_at, batch in self.drawn.items() if drawn_at >= first}
-        ahead = set().union(*(batch.uids for batch in self.drawn.values())) if self.cfg.servers.async_steps else None
+        self.prepared = {at: batch for at, batch in self.prepared.items() if at >= first}
+        ahead = set().union(*(batch.uids for batch in self.prepared.values())) if self.cfg.servers.async_steps else None
         examples = self.curriculum.select_batch(step, first, position - first, self.state.curriculum, ahead)
         part, context = examples[self.ctx.rank :: self.ctx.world], self._context(step, position) if step_known else None
         uids, sampling = {example.uid for example in examples}, self.sampling(position)
-        self.drawn[position] = PromptBatch(position, uids, part, sampling, self.make, context)
-        return self.drawn[position]
+        self.prepared[position] = PromptBatch(position, uids, part, sampling, self.make, context)
+        return self.prepared[position]
 
-    def sampling(self, position: int, again: int = 0) -> SamplingParams:
+    def sampling(self, position: int, attempt: int = 0) -> SamplingParams:
         """Return the sampling parameters of a batch. The randomness of a sample depends only on (seed, position), its
-        prompt and its index in the group; `again` counts how often a batch was sampled again."""
-        seed = derive_seed(self.cfg.run.seed, "sample", position, *([again] if again else []))
+        prompt and its index in the group; `attempt` counts how often a batch was sampled again."""
+        seed = derive_seed(self.cfg.run.seed, "sample", position, *([attempt] if attempt else []))
         return SamplingParams(self.cfg.rollout.max_new_tokens, self.cfg.rollout.temperature, seed=seed)
 
     def _context(self, step: int, position: int) -> RewardContext:
@@ -535,21 +535,21 @@ class GroupPool:
         self.max_new_tokens = cfg.max_new_tokens
         self.position = position  # in the data
         self.ctx = ctx
-        self.batches_drawn = 0
+        self.batches_used = 0
         self.groups: dict[tuple[int, int], list[Rollout]] = {}
         self.has_signal: dict[tuple[int, int], bool] = {}  # whether a group's rewards are unequal, for all processes
         self.mean_accuracy: dict[str, float] = {}  # uid -> mean accuracy of its group, for all processes
 
     def is_full(self) -> bool:
         enough = sum(self.has_signal.values()) >= self.target_groups
-        return self.batches_drawn == self.algo.max_gen_batches or (self.batches_drawn > 0 and enough)
+        return self.batches_used == self.algo.max_gen_batches or (self.batches_used > 0 and enough)
 
     def add(self, rollouts: Sequence[Rollout], rewards: Sequence[Mapping[str, float] | None]) -> None:
         """Add this process's rollouts of a batch and their rewards; collective over all processes."""
         assign_rewards(rollouts, rewards, self.algo, self.max_new_tokens)
         size = self.algo.group_size
         indices = range(self.ctx.rank, self.target_groups, self.ctx.world)
-        groups = {(self.batches_drawn, index): list(rollouts[i * size :][:size]) for i, index in enumerate(indices)}
+        groups = {(self.batches_used, index): list(rollouts[i * size :][:size]) for i, index in enumerate(indices)}
         # without length penalties, which do not separate right answers from wrong ones: arXiv:2503.14476, section 3.2
         graded = {key: [r for r in group if r.rewards] for key, group in groups.items()}
         signals = {key: len({r.task_reward for r in group}) > 1 for key, group in graded.items()}
@@ -558,7 +558,7 @@ class GroupPool:
             self.has_signal |= rank_signals
             self.mean_accuracy |= rank_accuracies
         self.groups |= groups
-        self.batches_drawn += 1
+        self.batches_used += 1
         self.position += 1
 
     def select_groups(self) -> list[tuple[int, int]]:

@@ -91,7 +91,7 @@ class ServerEngine(Engine):
         self.dtype = dtype
         self.ctx = ctx
         self.max_model_len = max_model_len
-        self.in_flight = cfg.in_flight
+        self.in_flight_mode = cfg.in_flight
         self.trained_tower = trained_tower
         self.request_stop = request_stop
         self.run_id = ctx.gather(os.urandom(4).hex())[0]  # marks the weights that this run sends
@@ -130,14 +130,14 @@ class ServerEngine(Engine):
         running: dict[Future, Rollout] = {}
         try:
             while True:
-                exhausted = responses.exhausted  # read first: rollouts queued after the poll get another iteration
+                closed = responses.closed  # read first: rollouts queued after the poll get another iteration
                 for rollout in responses.poll(0.0 if running else IDLE_POLL_SECONDS):
                     future = self.calls.start(
                         self._generate(rollout, responses.remaining_tokens(rollout), sampling, servers)
                     )
                     running[future] = rollout
                     future.add_done_callback(done.put)
-                if self.should_stop() or (exhausted and not running):
+                if self.should_stop() or (closed and not running):
                     return
                 try:
                     finished = [done.get(timeout=IDLE_POLL_SECONDS)] if running else []
@@ -159,7 +159,7 @@ class ServerEngine(Engine):
     ) -> tuple[list[int], list[float], list[int]]:
         """Return a response's tokens, their log-probabilities, and the weights version that sampled each token. A
         response that a sync aborts (--in-flight abort) continues after its last token, with the new weights."""
-        uid, sample, turn, max_tokens, short_ids, _ = build_request(
+        uid, sample, turn, max_tokens, unexpanded_ids, _ = build_request(
             rollout, max_tokens, self.processor, self.max_model_len)
         expanded_ids, images = rollout.prompt.token_ids + rollout.response, rollout.prompt.images + rollout.images
         tokens, logprobs, versions = [], [], []
@@ -174,7 +174,7 @@ class ServerEngine(Engine):
             offset = [len(tokens)] if tokens else []  # a continuation must not reuse the random numbers of its start
             seed = derive_seed(sampling.seed, uid, sample, *([turn] if turn > 1 or offset else []), *offset)
             request = GenerateRequest(
-                uid, short_ids + tokens, keyed_images, max_tokens - len(tokens), seed, sampling.temperature,
+                uid, unexpanded_ids + tokens, keyed_images, max_tokens - len(tokens), seed, sampling.temperature,
                 sampling.top_p, self.weights_label)
             try:
                 result = await self._send_request(server, request, expanded_ids + tokens)
@@ -184,7 +184,7 @@ class ServerEngine(Engine):
                     self._mark_unavailable(server, str(error))
                 lost_once.add(server)
                 continue
-            if result and (self.in_flight == "keep" or set(result.labels) <= {request.cache_salt}):
+            if result and (self.in_flight_mode == "keep" or set(result.labels) <= {request.cache_salt}):
                 tokens += result.tokens
                 logprobs += result.logprobs
                 versions += map(self._parse_version, result.labels)
@@ -192,7 +192,7 @@ class ServerEngine(Engine):
                     return tokens, logprobs, versions
             # A sync aborts a request once. If a server keeps returning nothing, pause longer and longer, then drop it.
             synced = request.cache_salt != self.weights_label or not self.requests_allowed.is_set()
-            fruitless = 0 if synced or len(request.ids) < len(short_ids + tokens) else fruitless + 1
+            fruitless = 0 if synced or len(request.ids) < len(unexpanded_ids + tokens) else fruitless + 1
             if fruitless == MAX_FRUITLESS_REQUESTS:
                 self._mark_unavailable(server, f"{fruitless} replies in a row had no token from the newest weights")
                 fruitless = 0
@@ -226,14 +226,14 @@ class ServerEngine(Engine):
             self._add_idle_time()
             server.in_flight -= 1
 
-    async def _pause_requests(self) -> None:
+    async def _hold_new_requests(self) -> None:
         self.requests_allowed.clear()
 
-    def _resume_requests(self) -> None:
+    def _cancel_pending_and_resume(self) -> None:
         """Allow requests again after a sync. Cancel the pending ones, which are then sent again; with --in-flight keep,
         cancel only those of unavailable servers, which may never answer."""
         for task, server in self.pending.items():
-            if self.in_flight != "keep" or server.url in self.unavailable:
+            if self.in_flight_mode != "keep" or server.url in self.unavailable:
                 task.cancel()
         self.requests_allowed.set()
 
@@ -244,7 +244,7 @@ class ServerEngine(Engine):
         if server is None or server.url in self.unavailable:
             usable = self.available_servers()
             if not usable:
-                return self._fail_run("no server is available")
+                return self._request_stop("no server is available")
             first = self.ctx.rank % len(usable)  # ranks start with different servers
             server = servers[uid] = min(usable[first:] + usable[:first], key=lambda server: server.in_flight)
         return server
@@ -263,7 +263,7 @@ class ServerEngine(Engine):
             rank = f"rank {self.ctx.rank}: " if self.ctx.world > 1 else ""
             print(f"{rank}--servers {server.url} is left out: {why}; servers left: {len(self.available_servers())}")
 
-    def _fail_run(self, what: str) -> None:
+    def _request_stop(self, what: str) -> None:
         reasons = "; ".join(f"{url}: {why}" for url, why in self.unavailable.items())
         if not self.should_stop():
             self.request_stop(f"--servers: {what} ({reasons}); restart them, then repeat the command (in training with "
@@ -277,7 +277,7 @@ class ServerEngine(Engine):
         If the servers that answer are those of the last sync, they get only the trained weights, otherwise all weights.
         A server that fails is marked unavailable, and the others get all weights. If none is left, ask the run to
         end."""
-        self.calls.run_all([self._pause_requests()])
+        self.calls.run_all([self._hold_new_requests()])
         for unavailable in self.ctx.gather(dict(self.unavailable)):  # from here on, no rank sends requests
             self.unavailable = unavailable | self.unavailable
         label = f"{self.run_id}-{self.weights_version + 1}"
@@ -287,7 +287,7 @@ class ServerEngine(Engine):
             for url in self.servers.keys() - failed.keys() - set(targets):
                 self._mark_unavailable(self.servers[url], "no answer to /health")
             if not targets:
-                self._fail_run("no server accepted the new weights")
+                self._request_stop("no server accepted the new weights")
                 self.synced_urls = []
                 break
             tensors = iter(self.sender.collect(weights, full, label))
@@ -306,7 +306,7 @@ class ServerEngine(Engine):
         self.has_all_weights = True
         self.weights_version += 1
         self.weights_label = label
-        self.calls.loop.call_soon_threadsafe(self._resume_requests)
+        self.calls.loop.call_soon_threadsafe(self._cancel_pending_and_resume)
         counts = {"sync/calls": self.sender.n_calls, "sync/bytes": self.sender.n_bytes} if targets else {}
         return {name: float(n) for name, n in counts.items()} | {"sync/servers": float(len(targets))}
 
@@ -322,7 +322,7 @@ class ServerEngine(Engine):
         """Pause these servers, send them weights, and resume them. Return why servers failed, by URL."""
         servers = [self.servers[url] for url in targets]
         self.synced_urls = []
-        _, failed = self.calls.each(servers, lambda server: server.pause(self.in_flight))
+        _, failed = self.calls.each(servers, lambda server: server.pause(self.in_flight_mode))
         if full and not failed:
             failed = self.sender.connect_to(servers)
         failed = failed or self.sender.sync_weights(tensors, full, label)
