@@ -2,10 +2,11 @@
 
 An engine implements sample, load_weights, sleep and wake, and has a dtype and a version of its weights. engines/hf.py
 is the reference implementation, engines/vllm.py the fast one. Both exclude the same tokens from sampling, stop at the
-same tokens, see the same pixels, and report log-probabilities of the distribution that they sampled from.
+same tokens, see the same pixels, and report log-probabilities of the distribution they sampled from (with greedy
+decoding: at temperature 1).
 
 With --env a rollout is an episode, in which responses of the policy alternate with observations of an environment.
-Text is never tokenized again: turn k + 1 continues from the token ids of turn k and of the observation after it.
+Text is never tokenized again: turn k + 1 continues from the token ids of turn k and of the observation that followed.
 """
 
 import hashlib
@@ -43,7 +44,8 @@ class Prompt:
     unexpanded_ids: list[int]  # token ids with one placeholder per image, for engines that expand them
     blank: bool = False  # whether every image was replaced by a white one
     initial_example: Example | None = None  # the example as the environment's reset returned it (default: `example`)
-    context: RewardContext | None = None  # for the rewards; None while the step that trains on it is not known
+    # what rewards get besides the example; None until it is known which step trains on this prompt
+    context: RewardContext | None = None
 
     def __post_init__(self):
         self.initial_example = self.initial_example or self.example
@@ -59,16 +61,16 @@ EPISODE_END_REASONS = (
 
 
 class TurnSequence(NamedTuple):
-    """The token ids of one turn of an episode: everything that the response was sampled after, then the response."""
+    """The token ids of one turn of an episode: the full context of the response, then the response itself."""
 
     ids: list[int]
     n_sampled: int  # length of the response, which is the end of `ids`
-    n_images: int  # number of images in `ids`: the first ones of the prompt and the episode
+    n_images: int  # number of images in `ids`, counted from the first image of the prompt
 
 
 @dataclass(eq=False)
 class Rollout:
-    """A sampled response, or an episode of several responses, as token ids that are never tokenised again."""
+    """A sampled response, or an episode of several responses, as token ids that are never tokenized again."""
 
     prompt: Prompt
     sample_index: int  # index in the group
@@ -76,7 +78,7 @@ class Rollout:
     response_mask: list[bool] = field(default_factory=list)  # True for tokens that the policy sampled
     logprobs: list[float] = field(default_factory=list)  # the engine's log-probability of each sampled token, in nats
     finish_reason: str = ""  # "stop" (an end token), "length", "error" (reward or environment failed: not trained on)
-    text: str = ""  # text of the response; for episodes of the last response
+    text: str = ""  # text of the response; in an episode, of the last response
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
     n_turns: int = 1  # number of responses
     ended_by: str = ""  # "response" or, for episodes, one of EPISODE_END_REASONS; empty before the end
@@ -85,10 +87,10 @@ class Rollout:
     images: list[ImageInput] = field(default_factory=list)  # images of observations, in order
     messages: list[dict] = field(default_factory=list)  # episodes: the messages after the prompt
     turn_rewards: list[float] = field(default_factory=list)  # the environment's reward of each turn, discounted
-    discount: float = 1.0  # factor of the reward that is given after the last turn
+    discount: float = 1.0  # factor applied to the last response's reward, gamma^(turns - 1)
     env_rewards: dict[str, float] = field(default_factory=dict)  # the environment's named rewards, summed over turns
     separate_turns: list[TurnSequence] = field(default_factory=list)  # set if the chat template rewrote earlier turns
-    versions: list[int] = field(default_factory=list)  # version of the weights that sampled each token of `logprobs`
+    versions: list[int] = field(default_factory=list)  # version of the weights that sampled each token in `logprobs`
 
     @property
     def reward(self) -> float:
@@ -112,7 +114,7 @@ class Rollout:
 
 
 def start_rollouts(prompts: Sequence[Prompt], n: int) -> list[Rollout]:
-    """Return n rollouts of each prompt, without a response yet."""
+    """Return n rollouts of each prompt, which have no response yet."""
     return [Rollout(prompt, index) for prompt, index in product(prompts, range(n))]
 
 
@@ -121,7 +123,8 @@ RolloutCallback = Callable[[Rollout], None]  # an engine calls it with each fini
 
 @dataclass
 class RolloutCounter:
-    """A counter of finished rollouts and their sampled tokens, for progress bars. It passes each to `on_rollout`."""
+    """A counter of finished rollouts and their sampled tokens, for progress bars, that passes each rollout on to
+    `on_rollout`."""
 
     on_rollout: RolloutCallback | None = None
     rollouts: int = 0
@@ -137,14 +140,14 @@ class RolloutCounter:
 @dataclass(frozen=True)
 class SamplingParams:
     max_new_tokens: int
-    temperature: float = 1.0  # 0: greedy, and logprobs are those of temperature 1
+    temperature: float = 1.0  # 0: greedy decoding, with log-probabilities at temperature 1
     top_p: float = 1.0
     seed: int = 0
 
 
 def response_text(processor: Processor, tokens: Sequence[int]) -> str:
-    """Decode a response without its end token. Other special tokens stay in the text, because a reward must see the
-    `<|im_start|>` of `4<|im_start|>`."""
+    """Decode a response without its end token. Other special tokens stay in the text, so that a reward can reject
+    `4<|im_start|>`; without its special token it would be graded as the answer `4`."""
     has_end_token = tokens[-1:] and tokens[-1] in processor.eos_ids
     return processor.tokenizer.decode(tokens[:-1] if has_end_token else tokens, skip_special_tokens=False)
 
@@ -165,7 +168,8 @@ def add_response(
 # From examples to prompts
 
 
-ResetFn = Callable[[Example], Example]  # an environment's reset: the example with an episode's first messages, images
+# an environment's reset: returns the example with the episode's first messages and images
+ResetFn = Callable[[Example], Example]
 
 
 def identity(example: Example) -> Example:
@@ -174,7 +178,8 @@ def identity(example: Example) -> Example:
 
 
 def preprocess_image(image: Image.Image, processor: Processor, blank: bool, key: str) -> ImageInput:
-    """Return the patches of an image, or with `blank` of a white image of its size. `key` identifies the content."""
+    """Return the patches of an image or, with `blank`, of a white image of the same size. `key` identifies the content
+    of the image."""
     if blank:
         image, key = Image.new("RGB", image.size, "white"), f"blank-{image.size}"
     return processor.image_to_patches(key, image)
@@ -187,8 +192,8 @@ def make_prompts(
     reset_fn: ResetFn = identity,
     context: RewardContext | None = None,
 ) -> list[Prompt]:
-    """Decode the images of examples and tokenise their messages. With `blank` every image is replaced by a white one of
-    its size, to measure how many answers are correct without the image."""
+    """Decode the images of examples and tokenize their messages. With `blank`, replace every image by a white one of
+    the same size, to measure how many answers are correct without the image."""
 
     @cache  # examples may share an image
     def prepare(data: bytes) -> ImageInput:
@@ -205,7 +210,8 @@ def make_prompts(
         return list(pool.map(make_prompt, examples))
 
 
-SPECIAL_TOKEN_REASON = "the prompt text contains the special token"  # marks these lines among those of dropped prompts
+# identifies these lines among those about dropped prompts
+SPECIAL_TOKEN_REASON = "the prompt text contains the special token"
 
 
 def filter_prompts(
@@ -215,9 +221,11 @@ def filter_prompts(
     bad_rows: str = "error",
     reset_fn: ResetFn = identity,
 ) -> tuple[list[Example], list[str], list[int]]:
-    """Keep the examples whose prompt, images included, has at most max_tokens tokens for each processor. Return them, a
-    line for each dropped example, and the lengths of the kept prompts. A text with special tokens is a bad row: it
-    could end a turn, or stand for an image that does not exist. Raise UserError for these unless bad_rows is "skip"."""
+    """Return the examples to keep, one line for each dropped example, and the lengths of the kept prompts.
+
+    A prompt, its images included, may have at most max_tokens tokens for each processor. An example whose text contains
+    special tokens is a bad row, because such a token could end a turn or stand for an image that does not exist. Raise
+    UserError if there are bad rows, unless bad_rows is "skip"."""
     kept, dropped, lengths, bad = [], [], [], []
     for example in examples:
         initial = reset_fn(example)
@@ -252,7 +260,8 @@ def load_examples(
     limit: int | None = None,
 ) -> ExampleList:
     """Load the first `limit` readable examples, check that `grader` can grade them, and drop prompts that are too long
-    for any processor. Print how many rows were left out, and the first ten."""
+    for at least one processor or contain special tokens. Print how many rows were left out, and the reasons for the
+    first ten."""
     examples, unreadable = read_examples(path, cfg, limit, grader.check_examples if grader else len)
     kept, dropped, lengths = filter_prompts(examples, processors, cfg.max_prompt_tokens, cfg.bad_rows, reset_fn)
     n_special = sum(SPECIAL_TOKEN_REASON in line for line in dropped)
@@ -264,8 +273,8 @@ def load_examples(
         f"unreadable, {len(dropped) - n_special} over --max-prompt-tokens {cfg.max_prompt_tokens}, {n_special} with "
         "special tokens in their text"
     )
-    need(kept, f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {cfg.max_prompt_tokens}; raise it, "
-         "or lower --max-pixels to get fewer image tokens")
+    need(kept, f"{path}: no usable prompts: {len(dropped) - n_special} over --max-prompt-tokens {cfg.max_prompt_tokens}"
+         f", {n_special} with special tokens; raise the limit, or lower --max-pixels to get fewer image tokens")
     for line in grader.format_warnings(kept) if grader else ():
         print0(f"warning: {path}: {line}")
     return ExampleList(kept, lengths, len(left_out))
@@ -360,10 +369,10 @@ IDLE_POLL_SECONDS = 0.05  # how long an idle engine waits for environments befor
 
 
 class RolloutQueue:
-    """The rollouts that an engine still has to sample a response for. Here all are available at once; with an
-    environment they arrive over time (envs/_episodes.py)."""
+    """The rollouts for which an engine still has to sample a response. In this class all are available at once; with
+    an environment they arrive over time (envs/_episodes.EpisodeQueue)."""
 
-    closed = True  # whether the next `poll` returns the last rollouts
+    closed = True  # whether no more rollouts will arrive after the next `poll`
 
     def __init__(self, rollouts: Sequence[Rollout], sampling: SamplingParams, on_rollout: RolloutCallback):
         self.waiting = list(rollouts)
@@ -371,7 +380,7 @@ class RolloutQueue:
         self.on_rollout = on_rollout
 
     def remaining_tokens(self, rollout: Rollout) -> int:
-        """Return the max number of tokens of the next response."""
+        """Return the max number of tokens for the next response."""
         return self.sampling.max_new_tokens - len(rollout.response)
 
     def poll(self, wait: float) -> list[Rollout]:
@@ -380,12 +389,14 @@ class RolloutQueue:
         return arrived
 
     def mark_sampled(self, rollout: Rollout) -> None:
-        """Record that a rollout has its response. Engines call this as soon as it was added, in any order."""
+        """Record that a rollout has its response. Engines call this as soon as the response has been added, for the
+        rollouts in any order."""
         rollout.ended_by = "response"
         self.on_rollout(rollout)
 
 
-GetWeights = Callable[[bool], NamedTensors]  # returns full tensors (True: trained ones only); collective over all ranks
+# returns unsharded tensors (True: only the trained ones); collective over all ranks
+GetWeights = Callable[[bool], NamedTensors]
 
 
 def never_stop() -> bool:
@@ -416,8 +427,9 @@ class Engine:
         return rollouts
 
     def sample(self, queue: RolloutQueue, sampling: SamplingParams) -> None:
-        """Append a response to each rollout of the queue until that is closed. max_new_tokens includes the tokens
-        that a rollout already has. A rollout that returns for another turn continues after the tokens added since."""
+        """Append a response to each rollout from the queue, until the queue is closed and all responses are complete.
+        max_new_tokens includes the response tokens that a rollout already has. A rollout may come back for another
+        turn; its next response continues after the observation added in between."""
         raise NotImplementedError
 
     def sync(self, weights: GetWeights) -> dict[str, float]:
@@ -443,12 +455,13 @@ class Engine:
         """Free memory for the update. This may drop the weights, so call sync before sampling again."""
 
     def asleep_bytes(self) -> int:
-        """Return the bytes that the sleeping engine has freed, but torch's CUDA allocator still counts."""
+        """Return the bytes that the sleeping engine has freed but that torch's CUDA allocator still counts."""
         return 0
 
 
 class EngineWrapper:
-    """A base class of engines that change how another engine samples. All other attributes are those of that engine."""
+    """A base class of engines that change how another engine samples. Attributes that a subclass does not define are
+    those of the other engine."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -458,16 +471,16 @@ class EngineWrapper:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A step's prompts, and its groups
+# The prompts and groups of a step
 
 
 @dataclass(eq=False)
 class PromptBatch(Sequence[Prompt]):
-    """This process's part of a batch of prompts. The prompts are made from the examples when they are first read; for a
-    batch that is sampled ahead this happens in a separate thread."""
+    """This process's part of a batch of prompts. The first access to `prompts` makes them from the examples; for a
+    batch that is sampled ahead, this happens in a separate thread."""
 
-    position: int  # in the data
-    uids: set[str]  # of the whole batch, over all processes
+    position: int  # position of the batch in the data
+    uids: set[str]  # uids of the whole batch, over all processes
     examples: list[Example]
     sampling: SamplingParams
     make: Callable[..., list[Prompt]]
@@ -485,8 +498,8 @@ class PromptBatch(Sequence[Prompt]):
 
 
 class Batches:
-    """The batches of prompts by their position in the data. `cfg` is a train.Config, and `curriculum` a
-    rewards.order.DataOrder or rewards.curriculum.Curriculum."""
+    """The batches of prompts, by their position in the data. `cfg` is a train.Config; `curriculum` is a
+    rewards.order.DataOrder or a rewards.curriculum.Curriculum."""
 
     def __init__(self, cfg: Any, curriculum: Any, processor: Processor, reset_fn: ResetFn, ctx: DistContext):
         self.cfg = cfg
@@ -494,18 +507,21 @@ class Batches:
         self.make = partial(make_prompts, processor=processor, reset_fn=reset_fn)
         self.ctx = ctx
         self.state: Any = None  # train.TrainState of the current step
-        self.prepared: dict[int, PromptBatch] = {}  # by position: batches of the current step and of later ones
+        self.prepared: dict[int, PromptBatch] = {}  # by position: batches of this step and later ones
 
     def next(self, state: Any, position: int) -> PromptBatch:
-        """Return the batch at a position of the data, for the step of `state`."""
+        """Return the batch at a position in the data, for the step of `state`."""
         self.state = state
         batch = self.prepared[position] if position in self.prepared else self.draw(state.step, position)
         batch.context = batch.context or self._context(state.step, position)
         return batch
 
     def draw(self, step: int, position: int, step_known: bool = True) -> PromptBatch:
-        """Select the examples of a batch. With --async-steps a batch is drawn before the solve rates of earlier batches
-        are known, so a curriculum selects examples that are still being sampled only if no others are left."""
+        """Select the examples of the batch at a position in the data, and return the batch. `step_known`: whether it is
+        certain that `step` trains on it.
+
+        With --async-steps a batch is drawn before the solve rates of earlier batches are known, so a curriculum selects
+        examples that are still being sampled only if no others are left."""
         first = self.state.position
         self.prepared = {at: batch for at, batch in self.prepared.items() if at >= first}
         ahead = set().union(*(batch.uids for batch in self.prepared.values())) if self.cfg.servers.async_steps else None
@@ -516,8 +532,8 @@ class Batches:
         return self.prepared[position]
 
     def sampling(self, position: int, attempt: int = 0) -> SamplingParams:
-        """Return the sampling parameters of a batch. The randomness of a sample depends only on (seed, position), its
-        prompt and its index in the group; `attempt` counts how often a batch was sampled again."""
+        """Return the sampling parameters for a batch. The random numbers of a sample depend only on --seed, `position`,
+        its prompt, its index in the group, and `attempt`: how often groups of this batch were sampled again."""
         seed = derive_seed(self.cfg.run.seed, "sample", position, *([attempt] if attempt else []))
         return SamplingParams(self.cfg.rollout.max_new_tokens, self.cfg.rollout.temperature, seed=seed)
 
@@ -526,14 +542,15 @@ class Batches:
 
 
 class GroupPool:
-    """The groups that a step samples, until enough have unequal rewards or --max-gen-batches batches are drawn. The key
-    of a group, (batch, index in the batch), is the same on all processes; each stores only the groups it sampled."""
+    """The groups that a step samples. The step samples batches until enough groups have unequal rewards, or until it
+    has used --max-gen-batches batches. The key of a group, (number of its batch in the step, index in the batch), is
+    the same on all processes; each process stores only the groups it sampled."""
 
     def __init__(self, algo: Algorithm, cfg: RolloutConfig, position: int, ctx: DistContext):
         self.algo = algo
         self.target_groups = cfg.prompts_per_step
         self.max_new_tokens = cfg.max_new_tokens
-        self.position = position  # in the data
+        self.position = position  # position of the next batch in the data
         self.ctx = ctx
         self.batches_used = 0
         self.groups: dict[tuple[int, int], list[Rollout]] = {}
@@ -550,7 +567,8 @@ class GroupPool:
         size = self.algo.group_size
         indices = range(self.ctx.rank, self.target_groups, self.ctx.world)
         groups = {(self.batches_used, index): list(rollouts[i * size :][:size]) for i, index in enumerate(indices)}
-        # without length penalties, which do not separate right answers from wrong ones: arXiv:2503.14476, section 3.2
+        # has_signal ignores length penalties, because they do not separate right answers from wrong ones:
+        # arXiv:2503.14476, section 3.2
         graded = {key: [r for r in group if r.rewards] for key, group in groups.items()}
         signals = {key: len({r.task_reward for r in group}) > 1 for key, group in graded.items()}
         accuracies = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in graded.values() if group}
@@ -562,6 +580,7 @@ class GroupPool:
         self.position += 1
 
     def select_groups(self) -> list[tuple[int, int]]:
-        """Return the keys of the groups to train on: the first ones with unequal rewards, then others if too few."""
+        """Return the keys of the groups to train on: the first groups with unequal rewards and, if these are too few,
+        groups with equal rewards."""
         best_first = sorted(self.has_signal, key=lambda key: (not self.has_signal[key], key))
         return sorted(best_first[: self.target_groups])

@@ -224,5 +224,5 @@ def self_test(
     need(not message, f"self-test before the first step (--no-self-test skips it): {message}")
     with_images = sum(len(p.images) > 0 for p in prompts)
     measured = ", of ".join(f"{what} {gap.mean():.1e}" for what, gap, *_ in checks)
-    return (f"self-test: {len(prompts)} prompts ({with_images} with images) tokenised the same; |dlogp| of {measured} "
+    return (f"self-test: {len(prompts)} prompts ({with_images} with images) tokenized the same; |dlogp| of {measured} "
             f"(limit {limit:.1e}); these weights moved it by {moved:.1e}")

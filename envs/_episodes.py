@@ -1,6 +1,6 @@
 """Episodes with any engine: the policy's responses alternate with the observations of an environment.
 
-The tokens of an episode are never re-tokenised. Turn k + 1 continues turn k's prompt, the tokens that were sampled, and
+The text of an episode is never tokenized again. Turn k + 1 continues turn k's prompt, the tokens that were sampled, and
 the chat template's tokens for the observation. If the template would change earlier turns (for example drop thoughts),
 each turn of that episode is a separate sequence: Rollout.separate_turns.
 
@@ -144,6 +144,7 @@ class EpisodeQueue(RolloutQueue):
 
     @property
     def closed(self) -> bool:
+        """Return whether no more rollouts will arrive after the next `poll`: every episode has ended."""
         return all(episode.rollout.ended_by for episode in self.episodes)
 
     def remaining_tokens(self, rollout: Rollout) -> int:
@@ -360,7 +361,9 @@ class EpisodeQueue(RolloutQueue):
         images = r.prompt.images + images
         unexpanded_ids = self.processor.tokenize_messages(messages)
         ids = self.processor.expand_image_tokens(unexpanded_ids, images)
-        return Rollout(Prompt(f"{r.prompt.uid}#{r.n_turns}", ids, images, r.prompt.example, unexpanded_ids), r.sample_index)
+        return Rollout(
+            Prompt(f"{r.prompt.uid}#{r.n_turns}", ids, images, r.prompt.example, unexpanded_ids), r.sample_index
+        )
 
     def _escape_special_tokens(self, message: dict) -> dict:
         """Return a message of the policy for a prompt by the chat template: special tokens and <image> marks that the

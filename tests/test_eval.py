@@ -419,7 +419,7 @@ def test_training_evaluates_every_example_once(tp, toys, tmp_path):
     (["TOY", "--vllm", "tensor_parallel_size=2"], "--vllm tensor_parallel_size=2: the engine is hf"),
     (["TOY", "--vllm", "a=1"], "--vllm a=1: the engine is hf; remove --vllm"),
     (["TOY", "--baseline", "nobody/nothing"], "--baseline 'nobody/nothing'"),
-    (["TOY", "--max-prompt-tokens", "5"], "none of 10 prompts fits --max-prompt-tokens 5"),
+    (["TOY", "--max-prompt-tokens", "5"], "no usable prompts: 10 over --max-prompt-tokens 5, 0 with special tokens"),
     (["TOY", "--group-by", "level"], "--group-by level: no such column in"),
     (["TOY", "--env", "calculator", "--ablate", "none"], "use --ablate blank"),
     (["EMPTY_RUN"], "without a complete checkpoint"),
