@@ -4,8 +4,8 @@ Every rank of the trainer sends requests for its own prompts, from one event loo
 go to the same server: the one with the fewest responses in flight. Only rank 0 sends weights (engines/sync.py).
 
 A server that fails, hangs, or samples with weights that this run did not send is marked unavailable. Its requests are
-sent again, with the same seeds, to another server. Once it answers, the next sync sends it all weights and it is used
-again. Both events are printed, one line each.
+sent again, with the same seeds, to another server. The first sync after the server answers again sends it all weights
+and makes it available again. Both events are printed, one line each.
 """
 
 import asyncio
@@ -51,8 +51,9 @@ from utils import DistContext, NamedTensors, derive_seed
 
 # exceptions raised while reading a result whose JSON does not have the expected form
 BAD_RESULT_ERRORS = (AttributeError, LookupError, TypeError, ValueError, OverflowError)
-MAX_FRUITLESS_REQUESTS = 6  # consecutive results without a usable token after which a server is marked unavailable
-INITIAL_PAUSE_SECONDS = 0.1  # after the first such result; each further pause is about twice as long
+# a server is marked unavailable after this many consecutive results without a usable token
+MAX_FRUITLESS_REQUESTS = 6
+INITIAL_PAUSE_SECONDS = 0.1  # pause after the first such result; each further pause is about twice as long
 
 CLIENTS = {client.kind: client for client in (VLLMClient, SGLangClient)}
 
@@ -91,17 +92,19 @@ class ServerEngine(Engine):
         self.dtype = dtype
         self.ctx = ctx
         self.max_model_len = max_model_len
-        self.in_flight_mode = cfg.in_flight
+        self.in_flight_mode = cfg.in_flight  # keep, abort or wait: what a sync does with requests in flight
         self.trained_tower = trained_tower
         self.request_stop = request_stop
-        self.run_id = ctx.gather(os.urandom(4).hex())[0]  # marks the weights that this run sends
+        self.run_id = ctx.gather(os.urandom(4).hex())[0]  # first part of the labels of the weights that this run sends
         self.requests_allowed = asyncio.Event()  # cleared while weights change
         self.pending: dict[asyncio.Task, ServerClient] = {}  # requests in flight
         self.unavailable: dict[str, str] = {}  # URL -> reason
         self.counted_at = self.reported_at = time.monotonic()
         self.idle_seconds = 0.0
         self.weights_label = ""  # label of the weights on the servers
-        self.tower_label = ""  # label of the last sync that sent the vision tower: cached image features stay valid
+        # label of the last sync that sent the vision tower; image features cached under this label stay valid until
+        # the label changes
+        self.tower_label = ""
         self.synced_urls: list[str] = []  # servers that rank 0 is connected to and that have all weights
 
         self.calls = Calls()
@@ -130,7 +133,7 @@ class ServerEngine(Engine):
         running: dict[Future, Rollout] = {}
         try:
             while True:
-                closed = responses.closed  # read first: rollouts queued after the poll get another iteration
+                closed = responses.closed  # read before polling: rollouts that arrive later get another iteration
                 for rollout in responses.poll(0.0 if running else IDLE_POLL_SECONDS):
                     future = self.calls.start(
                         self._generate(rollout, responses.remaining_tokens(rollout), sampling, servers)
@@ -188,9 +191,11 @@ class ServerEngine(Engine):
                 tokens += result.tokens
                 logprobs += result.logprobs
                 versions += map(self._parse_version, result.labels)
-                if result.finish_reason != "abort" or len(tokens) == max_tokens:  # aborted after the last token
+                # an abort after the last allowed token loses nothing, so the response is complete
+                if result.finish_reason != "abort" or len(tokens) == max_tokens:
                     return tokens, logprobs, versions
-            # A sync aborts a request once. If a server keeps returning nothing, pause longer and longer, then drop it.
+            # A sync aborts a request only once. If a server keeps returning nothing, pause longer each time, and after
+            # MAX_FRUITLESS_REQUESTS results mark it unavailable.
             synced = request.cache_salt != self.weights_label or not self.requests_allowed.is_set()
             fruitless = 0 if synced or len(request.ids) < len(unexpanded_ids + tokens) else fruitless + 1
             if fruitless == MAX_FRUITLESS_REQUESTS:
@@ -201,8 +206,11 @@ class ServerEngine(Engine):
     async def _send_request(
         self, server: ServerClient, request: GenerateRequest, prompt_ids: Sequence[int]
     ) -> GenerateResult | None:
-        """Return the result, or None if a sync cancelled the request. The server had not started it when the weights
-        changed, so no token is lost; but it could reuse the KV cache that the old weights computed for its prompt."""
+        """Return the result, or None if the request was cancelled after a sync.
+
+        A request to an available server that is still pending after the sync had not started, so no token is lost. It
+        is sent again with the new cache_salt, because with the old one the server could reuse KV cache that the old
+        weights computed."""
         self._add_idle_time()
         server.in_flight += 1
         task = asyncio.ensure_future(server.generate(request))
@@ -227,30 +235,32 @@ class ServerEngine(Engine):
             server.in_flight -= 1
 
     async def _hold_new_requests(self) -> None:
+        """Make new requests wait until `_cancel_pending_and_resume` is called."""
         self.requests_allowed.clear()
 
     def _cancel_pending_and_resume(self) -> None:
-        """Allow requests again after a sync. Cancel the pending ones, which are then sent again; with --in-flight keep,
-        cancel only those of unavailable servers, which may never answer."""
+        """Cancel the requests that are still pending after a sync, and allow new ones. Cancelled requests are sent
+        again. With --in-flight keep, cancel only requests to unavailable servers, which may never answer."""
         for task, server in self.pending.items():
             if self.in_flight_mode != "keep" or server.url in self.unavailable:
                 task.cancel()
         self.requests_allowed.set()
 
     def _pick_server(self, uid: str, servers: dict[str, ServerClient]) -> ServerClient | None:
-        """Return the server of the prompt's other samples, or else the one with the fewest responses in flight. If no
-        server is available, ask the run to end and return None."""
+        """Return the server that has the prompt's other samples, or, if there is none, the available server with the
+        fewest responses in flight. If no server is available, ask the run to end and return None."""
         server = servers.get(uid)
         if server is None or server.url in self.unavailable:
             usable = self.available_servers()
             if not usable:
-                return self._request_stop("no server is available")
+                return self._request_stop("none is available")
             first = self.ctx.rank % len(usable)  # ranks start with different servers
             server = servers[uid] = min(usable[first:] + usable[:first], key=lambda server: server.in_flight)
         return server
 
     def _parse_version(self, label: str) -> int:
-        """Return the weights version in a label RUN_ID-VERSION. Raise ServerUnavailable if it is not this run's."""
+        """Return the weights version in a label RUN_ID-VERSION. Raise ServerUnavailable if the label is not from this
+        run."""
         run_id, _, number = str(label).rpartition("-")
         if run_id != self.run_id or not number.isdecimal():
             raise ServerUnavailable(f"it samples with weights {label!r}, which this run did not send: it was "
@@ -261,22 +271,23 @@ class ServerEngine(Engine):
         if server.url not in self.unavailable:
             self.unavailable[server.url] = why
             rank = f"rank {self.ctx.rank}: " if self.ctx.world > 1 else ""
-            print(f"{rank}--servers {server.url} is left out: {why}; servers left: {len(self.available_servers())}")
+            print(f"{rank}rollout server {server.url} is unavailable: {why}; "
+                  f"available servers: {len(self.available_servers())}")
 
     def _request_stop(self, what: str) -> None:
         reasons = "; ".join(f"{url}: {why}" for url, why in self.unavailable.items())
         if not self.should_stop():
-            self.request_stop(f"--servers: {what} ({reasons}); restart them, then repeat the command (in training with "
-                              "--resume auto)")
+            self.request_stop(f"rollout servers: {what} ({reasons}); restart them, then repeat the command (in "
+                              "training with --resume auto)")
 
     # --- new weights ---
 
     def sync(self, weights: GetWeights) -> dict[str, float]:
         """Send new weights to the servers and return metrics. All ranks call this together.
 
-        If the servers that answer are those of the last sync, they get only the trained weights, otherwise all weights.
-        A server that fails is marked unavailable, and the others get all weights. If none is left, ask the run to
-        end."""
+        If the servers that answer are the same as in the last sync, they get only the trained weights, otherwise all
+        weights. A server that fails is marked unavailable, and the others then get all weights. If no server is left,
+        ask the run to end."""
         self.calls.run_all([self._hold_new_requests()])
         for unavailable in self.ctx.gather(dict(self.unavailable)):  # from here on, no rank sends requests
             self.unavailable = unavailable | self.unavailable
@@ -287,7 +298,7 @@ class ServerEngine(Engine):
             for url in self.servers.keys() - failed.keys() - set(targets):
                 self._mark_unavailable(self.servers[url], "no answer to /health")
             if not targets:
-                self._request_stop("no server accepted the new weights")
+                self._request_stop("none accepted the new weights")
                 self.synced_urls = []
                 break
             tensors = iter(self.sender.collect(weights, full, label))
@@ -296,7 +307,7 @@ class ServerEngine(Engine):
                 if url in errors:
                     self._mark_unavailable(self.servers[url], f"weight sync failed: {errors[url]}")
                 elif url in self.unavailable:
-                    print(f"--servers {url} is used again")
+                    print(f"rollout server {url} is available again")
                     del self.unavailable[url]
             if not errors:
                 break
@@ -335,16 +346,17 @@ class ServerEngine(Engine):
         return failed
 
     def _sync_targets(self, failed: Set[str]) -> tuple[list[str], bool]:
-        """Return the URLs of all servers that answer, also of unavailable ones, and whether they get all weights over a
-        new connection: true for the first sync, and whenever the set of servers has changed."""
+        """Return the URLs of all servers that answer, including those marked unavailable, but without those that failed
+        in this sync (`failed`). Also return whether they get all weights over a new connection: they do in the first
+        sync, and whenever the set of servers has changed."""
         urls = [url for url in self.servers if url not in failed]
         alive = self.calls.run_all([self._is_alive(self.servers[url]) for url in urls])
         targets = [url for url, is_alive in zip(urls, alive, strict=True) if is_alive]
         return targets, not self.has_all_weights or set(targets) != set(self.synced_urls)
 
     async def _is_alive(self, server: ServerClient) -> bool:
-        """Return whether a server answers. An unavailable one gets one short try. Another may be busy or drop a
-        connection, so it gets two long ones."""
+        """Return whether a server answers. A server marked unavailable gets one short try. Any other may just be busy,
+        or lose a connection, so it gets two long tries."""
         if server.url in self.unavailable:
             return await server.alive()
         return await server.alive(15.0) or await server.alive(15.0)
@@ -377,11 +389,12 @@ class ServerEngine(Engine):
 def validate_result(
     result: GenerateResult, request: GenerateRequest, prompt_ids: Sequence[int], url: str, allowed_ids: Set[int]
 ) -> None:
-    """Raise ServerUnavailable if a result has a token outside `allowed_ids`, an invalid log-probability, or lengths
-    that do not match. Raise UserError if check_response does."""
+    """Raise ServerUnavailable if a result has a token outside `allowed_ids`, an invalid log-probability, an unknown
+    finish reason, or lengths that do not match. Raise UserError if check_response does."""
     n = len(result.tokens)
-    sizes_match = (
-        n == len(result.logprobs) == len(result.labels) and (result.finish_reason != "abort") <= n <= request.max_tokens
+    # only an aborted request may return no tokens
+    sizes_match = n == len(result.logprobs) == len(result.labels) <= request.max_tokens and (
+        n or result.finish_reason == "abort"
     )
     if not sizes_match or result.finish_reason not in ("stop", "length", "abort"):
         raise ServerUnavailable(
