@@ -87,7 +87,7 @@ class Rollout:
     images: list[ImageInput] = field(default_factory=list)  # images of observations, in order
     messages: list[dict] = field(default_factory=list)  # episodes: the messages after the prompt
     turn_rewards: list[float] = field(default_factory=list)  # the environment's reward of each turn, discounted
-    discount: float = 1.0  # factor applied to the last response's reward, gamma^(turns - 1)
+    discount: float = 1.0  # factor applied to the last response's own reward: turn_gamma^(n_turns - 1)
     env_rewards: dict[str, float] = field(default_factory=dict)  # the environment's named rewards, summed over turns
     separate_turns: list[TurnSequence] = field(default_factory=list)  # set if the chat template rewrote earlier turns
     versions: list[int] = field(default_factory=list)  # version of the weights that sampled each token in `logprobs`
@@ -109,7 +109,8 @@ class Rollout:
 
     @property
     def task_reward(self) -> float:
-        """Return the total reward before the length penalty. Dynamic sampling keeps groups in which it differs."""
+        """Return the total reward before the length penalty. Dynamic sampling keeps the groups in which
+        this reward differs."""
         return self.rewards.get("unpenalised", self.reward)
 
 
@@ -210,7 +211,7 @@ def make_prompts(
         return list(pool.map(make_prompt, examples))
 
 
-# identifies these lines among those about dropped prompts
+# identifies the lines about special tokens among those about dropped prompts
 SPECIAL_TOKEN_REASON = "the prompt text contains the special token"
 
 
@@ -389,8 +390,8 @@ class RolloutQueue:
         return arrived
 
     def mark_sampled(self, rollout: Rollout) -> None:
-        """Record that a rollout has its response. Engines call this as soon as the response has been added, for the
-        rollouts in any order."""
+        """Record that a rollout has its response. Engines call this as soon as the response has been added; the
+        order of the rollouts does not matter."""
         rollout.ended_by = "response"
         self.on_rollout(rollout)
 
@@ -407,7 +408,7 @@ class Engine:
     """The interface of rollout engines. An engine samples responses with its own copy of the weights, which only
     load_weights changes. generate and load_weights wake the engine; it stays awake until `sleep` is called."""
 
-    dtype: torch.dtype  # of the engine's weights; a weight sync casts to it
+    dtype: torch.dtype  # dtype of the engine's weights; a weight sync casts to it
     has_all_weights = False  # whether load_weights has set every tensor; until then a sync also sends frozen weights
     weights_version = 0  # each call of load_weights adds 1
 
@@ -554,8 +555,8 @@ class GroupPool:
         self.ctx = ctx
         self.batches_used = 0
         self.groups: dict[tuple[int, int], list[Rollout]] = {}
-        self.has_signal: dict[tuple[int, int], bool] = {}  # whether a group's rewards are unequal, for all processes
-        self.mean_accuracy: dict[str, float] = {}  # uid -> mean accuracy of its group, for all processes
+        self.has_signal: dict[tuple[int, int], bool] = {}  # whether the rewards of a group differ, on all processes
+        self.mean_accuracy: dict[str, float] = {}  # uid -> mean accuracy of its group, on all processes
 
     def is_full(self) -> bool:
         enough = sum(self.has_signal.values()) >= self.target_groups

@@ -127,9 +127,9 @@ class ServerEngine(Engine):
         return [server for url, server in self.servers.items() if url not in self.unavailable]
 
     def sample(self, responses: RolloutQueue, sampling: SamplingParams) -> None:
-        """Sample a response of each queued rollout on a server. Several threads may call this at the same time."""
+        """Sample a response for each queued rollout on a server. Several threads may call this at the same time."""
         done: queue.SimpleQueue = queue.SimpleQueue()
-        servers: dict[str, ServerClient] = {}  # uid of a prompt -> the server of all its samples
+        servers: dict[str, ServerClient] = {}  # uid of a prompt -> the server for all its samples
         running: dict[Future, Rollout] = {}
         try:
             while True:
@@ -166,7 +166,7 @@ class ServerEngine(Engine):
             rollout, max_tokens, self.processor, self.max_model_len)
         expanded_ids, images = rollout.prompt.token_ids + rollout.response, rollout.prompt.images + rollout.images
         tokens, logprobs, versions = [], [], []
-        lost_once: set[ServerClient] = set()  # servers that already lost a connection of this response
+        lost_once: set[ServerClient] = set()  # servers that already lost a connection for this response
         fruitless = 0  # consecutive results without a usable token
         while True:
             await self.requests_allowed.wait()
@@ -370,15 +370,15 @@ class ServerEngine(Engine):
     # --- metrics ---
 
     def _add_idle_time(self) -> None:
-        """Add the time since the last call, multiplied by the fraction of servers without a request of this rank. Call
-        this before the number of requests in flight changes."""
+        """Add the time since the last call, multiplied by the fraction of servers without a request from this rank.
+        Call this before the number of requests in flight changes."""
         now = time.monotonic()
         idle = sum(server.in_flight == 0 for server in self.servers.values()) / len(self.servers)
         self.idle_seconds += idle * (now - self.counted_at)
         self.counted_at = now
 
     def metrics(self) -> dict[str, float]:
-        """Return the fraction of the time since the last call in which a server had no request of this rank, averaged
+        """Return the fraction of the time since the last call in which a server had no request from this rank, averaged
         over the servers."""
         self._add_idle_time()
         seconds, self.reported_at = self.counted_at - self.reported_at, self.counted_at
