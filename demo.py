@@ -318,7 +318,7 @@ def warm_start(
         """Return the rollouts of one step on this process; a fraction `lazy` of them has the lazy annotator's reply."""
         scenes = (next_scene() for _ in range(cfg.images // ctx.world))
         examples = [(example, rng.random() < lazy) for example in scenes_to_examples(task, scenes)]
-        prompts = make_prompts([example for example, _ in examples], processor, start_of=reset_fn)
+        prompts = make_prompts([example for example, _ in examples], processor, reset_fn=reset_fn)
         replies = [most_frequent[example.extra["answer_type"]] if is_lazy else "" for example, is_lazy in examples]
         return [write_rollout(task, prompt, processor, reply) for prompt, reply in zip(prompts, replies, strict=True)]
 

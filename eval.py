@@ -145,7 +145,7 @@ class Evaluation:
     # returns the same on all ranks; if true, the evaluation ends before the next chunk, without records
     should_stop: Callable[[], object] = lambda: False
     interrupted_at_step: int = 0  # the step of an evaluation that was cut short
-    start_of: ResetFn = identity  # returns what an environment starts an example with
+    reset_fn: ResetFn = identity  # returns what an environment starts an example with
     group_by: Sequence[str] = ()
     title: str = "evaluating"
 
@@ -167,7 +167,7 @@ class Evaluation:
         """Return the records of a chunk of (index, example)."""
         context = RewardContext(-1 - start, self.step, self.stage)  # negative, because training batches count from 0
         examples = [example for _, example in chunk]
-        prompts = make_prompts(examples, self.processor, self.blank_images, self.start_of, context)
+        prompts = make_prompts(examples, self.processor, self.blank_images, self.reset_fn, context)
         with self.grader.preserve_counts():  # since metrics count only responses of training
             rollouts = self.engine.generate(prompts, self.samples, self.sampling, finished.add)
             results = self.grader.collect(rollouts)
@@ -196,7 +196,7 @@ class Evaluation:
         summary = summarise(records)
         metric = summary["metric"]
         tqdm.write("\n".join([f"evaluation after step {step}:", *format_summary(summary)]))
-        log.save_evaluation(step, records, summary, self.examples, self.start_of)
+        log.save_evaluation(step, records, summary, self.examples, self.reset_fn)
         metrics = {name: summary[name] for name in ("n", metric, "reward", "truncated", "failed")}
         metrics[f"{metric}_low"], metrics[f"{metric}_high"] = summary[f"{metric}_ci95"]
         metrics |= {f"{task}/{metric}": values[metric] for task, values in summary.get("by_task", {}).items()}
@@ -334,7 +334,7 @@ def main(cfg: EvalConfig | PlotRunsConfig) -> dict:
     check_engine(cfg.rollout, cfg.vllm, build_config(RolloutServerConfig, vars(cfg)), ModelConfig(model=cfg.model),
                  ctx.world)
     env = make_env_factory(cfg)
-    start_of = env.reset_example if env else identity
+    reset_fn = env.reset_example if env else identity
     grader = Grader(cfg, Path(cfg.out), ctx.rank, ctx.world, has_environment=env is not None)
     paths = [cfg.model, *cfg.baseline]
     for path in cfg.baseline if cfg.rollout == "vllm" else ():
@@ -342,12 +342,12 @@ def main(cfg: EvalConfig | PlotRunsConfig) -> dict:
              f"--baseline {path}: its architecture differs from {cfg.model}'s, and a process can run only one vLLM; "
              "evaluate it with a separate command, or use --rollout hf")
     processors = [Processor(resolve_model(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
-    examples = load_examples(cfg.data, cfg, processors, grader, start_of, cfg.limit)
+    examples = load_examples(cfg.data, cfg, processors, grader, reset_fn, cfg.limit)
     check_columns(cfg, examples)
     step, stage = load_last_stage(cfg.curriculum, examples)
     grader.dry_run(ctx.is_main, [(step, stage)])
     step = resolve_model(cfg.model)[2].get("steps", step)  # as in the run's evaluations
-    ablations = [(name, Ablation(name, examples, start_of, cfg.seed)) for name in ("", *cfg.ablate)]
+    ablations = [(name, Ablation(name, examples, reset_fn, cfg.seed)) for name in ("", *cfg.ablate)]
     sampling = SamplingParams(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
     results: list[list[dict]] = []  # of the model, of its ablations, of the baselines
     running = None
@@ -356,7 +356,7 @@ def main(cfg: EvalConfig | PlotRunsConfig) -> dict:
         player = plug_in("envs._episodes", "--env").EpisodeEngine(engine, env, processor) if env else engine
         for name, ablation in ablations[:1] if results else ablations:
             args = (player, examples, processor, grader, ctx, sampling, cfg.samples, ablation.blank, stage, step)
-            kwargs = {"start_of": ablation.start_of, "group_by": cfg.group_by,
+            kwargs = {"reset_fn": ablation.reset_fn, "group_by": cfg.group_by,
                       "title": f"{Path(path).name} {name}".rstrip()}
             results.append(Evaluation(*args, **kwargs).collect_records())
         engine.sleep()
@@ -368,7 +368,7 @@ def main(cfg: EvalConfig | PlotRunsConfig) -> dict:
     # printed before anything is written, so that a full disk does not lose the results
     print("\n".join(format_summary(summary)))
     uids = {record["uid"] for record in select_records(results[0], summary)}
-    write_eval_report(cfg, summary, results, {e.uid: start_of(e) for e in examples if e.uid in uids})
+    write_eval_report(cfg, summary, results, {e.uid: reset_fn(e) for e in examples if e.uid in uids})
     return summary
 
 

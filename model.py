@@ -325,14 +325,14 @@ class Processor:
         """Return the token ids of the prompt, with each placeholder expanded to the image tokens of its image."""
         return self.expand_image_tokens(self.tokenize_messages(messages), images)
 
-    def expand_image_tokens(self, short_ids: Sequence[int], images: Sequence[ImageInput]) -> list[int]:
+    def expand_image_tokens(self, unexpanded_ids: Sequence[int], images: Sequence[ImageInput]) -> list[int]:
         """Return the token ids with each placeholder expanded to the image tokens of its image. Raise UserError if the
         numbers of placeholders and images differ."""
-        n_marks = short_ids.count(self.image_token_id)
+        n_marks = unexpanded_ids.count(self.image_token_id)
         need(n_marks == len(images), f"prompt has {n_marks} {IMAGE_PLACEHOLDER} marks or <|image_pad|> tokens but "
              f"{len(images)} images; write one mark per image")
         ids, remaining_images = [], iter(images)
-        for token in short_ids:
+        for token in unexpanded_ids:
             ids += [token] * (next(remaining_images).n_tokens if token == self.image_token_id else 1)
         return ids
 

@@ -2,10 +2,11 @@
 
 An engine implements sample, load_weights, sleep and wake, and has a dtype and a version of its weights. engines/hf.py
 is the reference implementation, engines/vllm.py the fast one. Both exclude the same tokens from sampling, stop at the
-same tokens, see the same pixels, and report log-probabilities of the distribution that they sampled from.
+same tokens, see the same pixels, and report log-probabilities of the distribution they sampled from (with greedy
+decoding: at temperature 1).
 
 With --env a rollout is an episode, in which responses of the policy alternate with observations of an environment.
-Text is never tokenized again: turn k + 1 continues from the token ids of turn k and of the observation after it.
+Text is never tokenized again: turn k + 1 continues from the token ids of turn k and of the observation that followed.
 """
 
 import hashlib
@@ -43,7 +44,8 @@ class Prompt:
     unexpanded_ids: list[int]  # token ids with one placeholder per image, for engines that expand them
     blank: bool = False  # whether every image was replaced by a white one
     initial_example: Example | None = None  # the example as the environment's reset returned it (default: `example`)
-    context: RewardContext | None = None  # for the rewards; None while the step that trains on it is not known
+    # what rewards get besides the example; None until it is known which step trains on this prompt
+    context: RewardContext | None = None
 
     def __post_init__(self):
         self.initial_example = self.initial_example or self.example
@@ -59,16 +61,16 @@ EPISODE_END_REASONS = (
 
 
 class TurnSequence(NamedTuple):
-    """The token ids of one turn of an episode: everything that the response was sampled after, then the response."""
+    """The token ids of one turn of an episode: the full context of the response, then the response itself."""
 
     ids: list[int]
     n_sampled: int  # length of the response, which is the end of `ids`
-    n_images: int  # number of images in `ids`: the first ones of the prompt and the episode
+    n_images: int  # number of images in `ids`, counted from the first image of the prompt
 
 
 @dataclass(eq=False)
 class Rollout:
-    """A sampled response, or an episode of several responses, as token ids that are never tokenised again."""
+    """A sampled response, or an episode of several responses, as token ids that are never tokenized again."""
 
     prompt: Prompt
     sample_index: int  # index in the group
@@ -76,7 +78,7 @@ class Rollout:
     response_mask: list[bool] = field(default_factory=list)  # True for tokens that the policy sampled
     logprobs: list[float] = field(default_factory=list)  # the engine's log-probability of each sampled token, in nats
     finish_reason: str = ""  # "stop" (an end token), "length", "error" (reward or environment failed: not trained on)
-    text: str = ""  # text of the response; for episodes of the last response
+    text: str = ""  # text of the response; in an episode, of the last response
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
     n_turns: int = 1  # number of responses
     ended_by: str = ""  # "response" or, for episodes, one of EPISODE_END_REASONS; empty before the end
@@ -85,10 +87,10 @@ class Rollout:
     images: list[ImageInput] = field(default_factory=list)  # images of observations, in order
     messages: list[dict] = field(default_factory=list)  # episodes: the messages after the prompt
     turn_rewards: list[float] = field(default_factory=list)  # the environment's reward of each turn, discounted
-    discount: float = 1.0  # factor of the reward that is given after the last turn
+    discount: float = 1.0  # factor applied to the last response's own reward: turn_gamma^(n_turns - 1)
     env_rewards: dict[str, float] = field(default_factory=dict)  # the environment's named rewards, summed over turns
     separate_turns: list[TurnSequence] = field(default_factory=list)  # set if the chat template rewrote earlier turns
-    versions: list[int] = field(default_factory=list)  # version of the weights that sampled each token of `logprobs`
+    versions: list[int] = field(default_factory=list)  # version of the weights that sampled each token in `logprobs`
 
     @property
     def reward(self) -> float:
@@ -107,12 +109,13 @@ class Rollout:
 
     @property
     def task_reward(self) -> float:
-        """Return the total reward before the length penalty. Dynamic sampling keeps groups in which it differs."""
+        """Return the total reward before the length penalty. Dynamic sampling keeps the groups in which
+        this reward differs."""
         return self.rewards.get("unpenalised", self.reward)
 
 
 def start_rollouts(prompts: Sequence[Prompt], n: int) -> list[Rollout]:
-    """Return n rollouts of each prompt, without a response yet."""
+    """Return n rollouts of each prompt, which have no response yet."""
     return [Rollout(prompt, index) for prompt, index in product(prompts, range(n))]
 
 
@@ -121,7 +124,8 @@ RolloutCallback = Callable[[Rollout], None]  # an engine calls it with each fini
 
 @dataclass
 class RolloutCounter:
-    """A counter of finished rollouts and their sampled tokens, for progress bars. It passes each to `on_rollout`."""
+    """A counter of finished rollouts and their sampled tokens, for progress bars, that passes each rollout on to
+    `on_rollout`."""
 
     on_rollout: RolloutCallback | None = None
     rollouts: int = 0
@@ -137,14 +141,14 @@ class RolloutCounter:
 @dataclass(frozen=True)
 class SamplingParams:
     max_new_tokens: int
-    temperature: float = 1.0  # 0: greedy, and logprobs are those of temperature 1
+    temperature: float = 1.0  # 0: greedy decoding, with log-probabilities at temperature 1
     top_p: float = 1.0
     seed: int = 0
 
 
 def response_text(processor: Processor, tokens: Sequence[int]) -> str:
-    """Decode a response without its end token. Other special tokens stay in the text, because a reward must see the
-    `<|im_start|>` of `4<|im_start|>`."""
+    """Decode a response without its end token. Other special tokens stay in the text, so that a reward can reject
+    `4<|im_start|>`; without its special token it would be graded as the answer `4`."""
     has_end_token = tokens[-1:] and tokens[-1] in processor.eos_ids
     return processor.tokenizer.decode(tokens[:-1] if has_end_token else tokens, skip_special_tokens=False)
 
@@ -165,7 +169,8 @@ def add_response(
 # From examples to prompts
 
 
-ResetFn = Callable[[Example], Example]  # an environment's reset: the example with an episode's first messages, images
+# an environment's reset: returns the example with the episode's first messages and images
+ResetFn = Callable[[Example], Example]
 
 
 def identity(example: Example) -> Example:
@@ -174,7 +179,8 @@ def identity(example: Example) -> Example:
 
 
 def preprocess_image(image: Image.Image, processor: Processor, blank: bool, key: str) -> ImageInput:
-    """Return the patches of an image, or with `blank` of a white image of its size. `key` identifies the content."""
+    """Return the patches of an image or, with `blank`, of a white image of the same size. `key` identifies the content
+    of the image."""
     if blank:
         image, key = Image.new("RGB", image.size, "white"), f"blank-{image.size}"
     return processor.image_to_patches(key, image)
@@ -184,18 +190,18 @@ def make_prompts(
     examples: Sequence[Example],
     processor: Processor,
     blank: bool = False,
-    start_of: ResetFn = identity,
+    reset_fn: ResetFn = identity,
     context: RewardContext | None = None,
 ) -> list[Prompt]:
-    """Decode the images of examples and tokenise their messages. With `blank` every image is replaced by a white one of
-    its size, to measure how many answers are correct without the image."""
+    """Decode the images of examples and tokenize their messages. With `blank`, replace every image by a white one of
+    the same size, to measure how many answers are correct without the image."""
 
     @cache  # examples may share an image
     def prepare(data: bytes) -> ImageInput:
         return preprocess_image(decode_image(data), processor, blank, hashlib.sha1(data).hexdigest())
 
     def make_prompt(example: Example) -> Prompt:
-        initial = start_of(example)
+        initial = reset_fn(example)
         images = list(map(prepare, initial.images))
         unexpanded_ids = processor.tokenize_messages(initial.messages)
         ids = processor.expand_image_tokens(unexpanded_ids, images)
@@ -205,22 +211,25 @@ def make_prompts(
         return list(pool.map(make_prompt, examples))
 
 
-SPECIAL_TOKEN_REASON = "the prompt text contains the special token"  # marks these lines among those of dropped prompts
+# identifies the lines about special tokens among those about dropped prompts
+SPECIAL_TOKEN_REASON = "the prompt text contains the special token"
 
 
-def drop_long_prompts(
+def filter_prompts(
     examples: Sequence[Example],
     processors: Sequence[Processor],
     max_tokens: int,
     bad_rows: str = "error",
-    start_of: ResetFn = identity,
+    reset_fn: ResetFn = identity,
 ) -> tuple[list[Example], list[str], list[int]]:
-    """Keep the examples whose prompt, images included, has at most max_tokens tokens for each processor. Return them, a
-    line for each dropped example, and the lengths of the kept prompts. A text with special tokens is a bad row: it
-    could end a turn, or stand for an image that does not exist. Raise UserError for these unless bad_rows is "skip"."""
+    """Return the examples to keep, one line for each dropped example, and the lengths of the kept prompts.
+
+    A prompt, its images included, may have at most max_tokens tokens for each processor. An example whose text contains
+    special tokens is a bad row, because such a token could end a turn or stand for an image that does not exist. Raise
+    UserError if there are bad rows, unless bad_rows is "skip"."""
     kept, dropped, lengths, bad = [], [], [], []
     for example in examples:
-        initial = start_of(example)
+        initial = reset_fn(example)
         if special := dict.fromkeys(chain.from_iterable(p.special_tokens_in(initial.messages) for p in processors)):
             bad.append(printable(f"{example.uid!r}: {SPECIAL_TOKEN_REASON} {', '.join(special)}; remove or reword it"))
             continue
@@ -247,14 +256,15 @@ def load_examples(
     path: str,
     cfg: DataFormatConfig,
     processors: Sequence[Processor],
-    rewards: Grader | None = None,
-    start_of: ResetFn = identity,
+    grader: Grader | None = None,
+    reset_fn: ResetFn = identity,
     limit: int | None = None,
 ) -> ExampleList:
-    """Load the first `limit` readable examples, check that `rewards` can grade them, and drop prompts that are too long
-    for any processor. Print how many rows were left out, and the first ten."""
-    examples, unreadable = read_examples(path, cfg, limit, rewards.check_examples if rewards else len)
-    kept, dropped, lengths = drop_long_prompts(examples, processors, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
+    """Load the first `limit` readable examples, check that `grader` can grade them, and drop prompts that are too long
+    for at least one processor or contain special tokens. Print how many rows were left out, and the reasons for the
+    first ten."""
+    examples, unreadable = read_examples(path, cfg, limit, grader.check_examples if grader else len)
+    kept, dropped, lengths = filter_prompts(examples, processors, cfg.max_prompt_tokens, cfg.bad_rows, reset_fn)
     n_special = sum(SPECIAL_TOKEN_REASON in line for line in dropped)
     left_out = unreadable + dropped
     for line in left_out[:10]:
@@ -264,9 +274,9 @@ def load_examples(
         f"unreadable, {len(dropped) - n_special} over --max-prompt-tokens {cfg.max_prompt_tokens}, {n_special} with "
         "special tokens in their text"
     )
-    need(kept, f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {cfg.max_prompt_tokens}; raise it, "
-         "or lower --max-pixels to get fewer image tokens")
-    for line in rewards.unasked(kept) if rewards else ():
+    need(kept, f"{path}: no usable prompts: {len(dropped) - n_special} over --max-prompt-tokens {cfg.max_prompt_tokens}"
+         f", {n_special} with special tokens; raise the limit, or lower --max-pixels to get fewer image tokens")
+    for line in grader.format_warnings(kept) if grader else ():
         print0(f"warning: {path}: {line}")
     return ExampleList(kept, lengths, len(left_out))
 
@@ -360,10 +370,10 @@ IDLE_POLL_SECONDS = 0.05  # how long an idle engine waits for environments befor
 
 
 class RolloutQueue:
-    """The rollouts that an engine still has to sample a response for. Here all are available at once; with an
-    environment they arrive over time (envs/_episodes.py)."""
+    """The rollouts for which an engine still has to sample a response. In this class all are available at once; with
+    an environment they arrive over time (envs/_episodes.EpisodeQueue)."""
 
-    exhausted = True  # whether the next `poll` returns the last rollouts
+    closed = True  # whether no more rollouts will arrive after the next `poll`
 
     def __init__(self, rollouts: Sequence[Rollout], sampling: SamplingParams, on_rollout: RolloutCallback):
         self.waiting = list(rollouts)
@@ -371,7 +381,7 @@ class RolloutQueue:
         self.on_rollout = on_rollout
 
     def remaining_tokens(self, rollout: Rollout) -> int:
-        """Return the max number of tokens of the next response."""
+        """Return the max number of tokens for the next response."""
         return self.sampling.max_new_tokens - len(rollout.response)
 
     def poll(self, wait: float) -> list[Rollout]:
@@ -380,12 +390,14 @@ class RolloutQueue:
         return arrived
 
     def mark_sampled(self, rollout: Rollout) -> None:
-        """Record that a rollout has its response. Engines call this as soon as it was added, in any order."""
+        """Record that a rollout has its response. Engines call this as soon as the response has been added; the
+        order of the rollouts does not matter."""
         rollout.ended_by = "response"
         self.on_rollout(rollout)
 
 
-GetWeights = Callable[[bool], NamedTensors]  # returns full tensors (True: trained ones only); collective over all ranks
+# returns unsharded tensors (True: only the trained ones); collective over all ranks
+GetWeights = Callable[[bool], NamedTensors]
 
 
 def never_stop() -> bool:
@@ -396,28 +408,29 @@ class Engine:
     """The interface of rollout engines. An engine samples responses with its own copy of the weights, which only
     load_weights changes. generate and load_weights wake the engine; it stays awake until `sleep` is called."""
 
-    dtype: torch.dtype  # of the engine's weights; a weight sync casts to it
+    dtype: torch.dtype  # dtype of the engine's weights; a weight sync casts to it
     has_all_weights = False  # whether load_weights has set every tensor; until then a sync also sends frozen weights
     weights_version = 0  # each call of load_weights adds 1
 
     def __init__(self, should_stop: Callable[[], bool] = never_stop):
         """`should_stop` returns True if the run has to end; the engine then stops sampling."""
         self.should_stop = should_stop
-        self.finished = RolloutCounter()  # progress of the newest call of generate
+        self.progress = RolloutCounter()  # progress of the newest call of generate
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, on_rollout: RolloutCallback | None = None
     ) -> list[Rollout]:
         """Sample n rollouts of each prompt and return them in the order of the prompts. Call `on_rollout` with each
         of these objects as soon as it is finished, in any order."""
-        self.finished = finished = RolloutCounter(on_rollout)
+        self.progress = progress = RolloutCounter(on_rollout)
         rollouts = start_rollouts(prompts, n)
-        self.sample(RolloutQueue(rollouts, sampling, finished.add), sampling)
+        self.sample(RolloutQueue(rollouts, sampling, progress.add), sampling)
         return rollouts
 
     def sample(self, queue: RolloutQueue, sampling: SamplingParams) -> None:
-        """Append a response to each rollout of the queue until that is exhausted. max_new_tokens includes the tokens
-        that a rollout already has. A rollout that returns for another turn continues after the tokens added since."""
+        """Append a response to each rollout from the queue, until the queue is closed and all responses are complete.
+        max_new_tokens includes the response tokens that a rollout already has. A rollout may come back for another
+        turn; its next response continues after the observation added in between."""
         raise NotImplementedError
 
     def sync(self, weights: GetWeights) -> dict[str, float]:
@@ -443,12 +456,13 @@ class Engine:
         """Free memory for the update. This may drop the weights, so call sync before sampling again."""
 
     def asleep_bytes(self) -> int:
-        """Return the bytes that the sleeping engine has freed, but torch's CUDA allocator still counts."""
+        """Return the bytes that the sleeping engine has freed but that torch's CUDA allocator still counts."""
         return 0
 
 
 class EngineWrapper:
-    """A base class of engines that change how another engine samples. All other attributes are those of that engine."""
+    """A base class of engines that change how another engine samples. Attributes that a subclass does not define are
+    those of the other engine."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -458,16 +472,16 @@ class EngineWrapper:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A step's prompts, and its groups
+# The prompts and groups of a step
 
 
 @dataclass(eq=False)
 class PromptBatch(Sequence[Prompt]):
-    """This process's part of a batch of prompts. The prompts are made from the examples when they are first read; for a
-    batch that is sampled ahead this happens in a separate thread."""
+    """This process's part of a batch of prompts. The first access to `prompts` makes them from the examples; for a
+    batch that is sampled ahead, this happens in a separate thread."""
 
-    position: int  # in the data
-    uids: set[str]  # of the whole batch, over all processes
+    position: int  # position of the batch in the data
+    uids: set[str]  # uids of the whole batch, over all processes
     examples: list[Example]
     sampling: SamplingParams
     make: Callable[..., list[Prompt]]
@@ -485,40 +499,43 @@ class PromptBatch(Sequence[Prompt]):
 
 
 class Batches:
-    """The batches of prompts by their position in the data. `cfg` is a train.Config, and `curriculum` a
-    rewards.order.DataOrder or rewards.curriculum.Curriculum."""
+    """The batches of prompts, by their position in the data. `cfg` is a train.Config; `curriculum` is a
+    rewards.order.DataOrder or a rewards.curriculum.Curriculum."""
 
-    def __init__(self, cfg: Any, curriculum: Any, processor: Processor, start_of: ResetFn, ctx: DistContext):
+    def __init__(self, cfg: Any, curriculum: Any, processor: Processor, reset_fn: ResetFn, ctx: DistContext):
         self.cfg = cfg
         self.curriculum = curriculum
-        self.make = partial(make_prompts, processor=processor, start_of=start_of)
+        self.make = partial(make_prompts, processor=processor, reset_fn=reset_fn)
         self.ctx = ctx
         self.state: Any = None  # train.TrainState of the current step
-        self.drawn: dict[int, PromptBatch] = {}  # by position: batches of the current step and of later ones
+        self.prepared: dict[int, PromptBatch] = {}  # by position: batches of this step and later ones
 
     def next(self, state: Any, position: int) -> PromptBatch:
-        """Return the batch at a position of the data, for the step of `state`."""
+        """Return the batch at a position in the data, for the step of `state`."""
         self.state = state
-        batch = self.drawn[position] if position in self.drawn else self.draw(state.step, position)
+        batch = self.prepared[position] if position in self.prepared else self.draw(state.step, position)
         batch.context = batch.context or self._context(state.step, position)
         return batch
 
     def draw(self, step: int, position: int, step_known: bool = True) -> PromptBatch:
-        """Select the examples of a batch. With --async-steps a batch is drawn before the solve rates of earlier batches
-        are known, so a curriculum selects examples that are still being sampled only if no others are left."""
+        """Select the examples of the batch at a position in the data, and return the batch. `step_known`: whether it is
+        certain that `step` trains on it.
+
+        With --async-steps a batch is drawn before the solve rates of earlier batches are known, so a curriculum selects
+        examples that are still being sampled only if no others are left."""
         first = self.state.position
-        self.drawn = {drawn_at: batch for drawn_at, batch in self.drawn.items() if drawn_at >= first}
-        ahead = set().union(*(batch.uids for batch in self.drawn.values())) if self.cfg.servers.async_steps else None
+        self.prepared = {at: batch for at, batch in self.prepared.items() if at >= first}
+        ahead = set().union(*(batch.uids for batch in self.prepared.values())) if self.cfg.servers.async_steps else None
         examples = self.curriculum.select_batch(step, first, position - first, self.state.curriculum, ahead)
         part, context = examples[self.ctx.rank :: self.ctx.world], self._context(step, position) if step_known else None
         uids, sampling = {example.uid for example in examples}, self.sampling(position)
-        self.drawn[position] = PromptBatch(position, uids, part, sampling, self.make, context)
-        return self.drawn[position]
+        self.prepared[position] = PromptBatch(position, uids, part, sampling, self.make, context)
+        return self.prepared[position]
 
-    def sampling(self, position: int, again: int = 0) -> SamplingParams:
-        """Return the sampling parameters of a batch. The randomness of a sample depends only on (seed, position), its
-        prompt and its index in the group; `again` counts how often a batch was sampled again."""
-        seed = derive_seed(self.cfg.run.seed, "sample", position, *([again] if again else []))
+    def sampling(self, position: int, attempt: int = 0) -> SamplingParams:
+        """Return the sampling parameters for a batch. The random numbers of a sample depend only on --seed, `position`,
+        its prompt, its index in the group, and `attempt`: how often groups of this batch were sampled again."""
+        seed = derive_seed(self.cfg.run.seed, "sample", position, *([attempt] if attempt else []))
         return SamplingParams(self.cfg.rollout.max_new_tokens, self.cfg.rollout.temperature, seed=seed)
 
     def _context(self, step: int, position: int) -> RewardContext:
@@ -526,31 +543,33 @@ class Batches:
 
 
 class GroupPool:
-    """The groups that a step samples, until enough have unequal rewards or --max-gen-batches batches are drawn. The key
-    of a group, (batch, index in the batch), is the same on all processes; each stores only the groups it sampled."""
+    """The groups that a step samples. The step samples batches until enough groups have unequal rewards, or until it
+    has used --max-gen-batches batches. The key of a group, (number of its batch in the step, index in the batch), is
+    the same on all processes; each process stores only the groups it sampled."""
 
     def __init__(self, algo: Algorithm, cfg: RolloutConfig, position: int, ctx: DistContext):
         self.algo = algo
         self.target_groups = cfg.prompts_per_step
         self.max_new_tokens = cfg.max_new_tokens
-        self.position = position  # in the data
+        self.position = position  # position of the next batch in the data
         self.ctx = ctx
-        self.batches_drawn = 0
+        self.batches_used = 0
         self.groups: dict[tuple[int, int], list[Rollout]] = {}
-        self.has_signal: dict[tuple[int, int], bool] = {}  # whether a group's rewards are unequal, for all processes
-        self.mean_accuracy: dict[str, float] = {}  # uid -> mean accuracy of its group, for all processes
+        self.has_signal: dict[tuple[int, int], bool] = {}  # whether the rewards of a group differ, on all processes
+        self.mean_accuracy: dict[str, float] = {}  # uid -> mean accuracy of its group, on all processes
 
     def is_full(self) -> bool:
         enough = sum(self.has_signal.values()) >= self.target_groups
-        return self.batches_drawn == self.algo.max_gen_batches or (self.batches_drawn > 0 and enough)
+        return self.batches_used == self.algo.max_gen_batches or (self.batches_used > 0 and enough)
 
     def add(self, rollouts: Sequence[Rollout], rewards: Sequence[Mapping[str, float] | None]) -> None:
         """Add this process's rollouts of a batch and their rewards; collective over all processes."""
         assign_rewards(rollouts, rewards, self.algo, self.max_new_tokens)
         size = self.algo.group_size
         indices = range(self.ctx.rank, self.target_groups, self.ctx.world)
-        groups = {(self.batches_drawn, index): list(rollouts[i * size :][:size]) for i, index in enumerate(indices)}
-        # without length penalties, which do not separate right answers from wrong ones: arXiv:2503.14476, section 3.2
+        groups = {(self.batches_used, index): list(rollouts[i * size :][:size]) for i, index in enumerate(indices)}
+        # has_signal ignores length penalties, because they do not separate right answers from wrong ones:
+        # arXiv:2503.14476, section 3.2
         graded = {key: [r for r in group if r.rewards] for key, group in groups.items()}
         signals = {key: len({r.task_reward for r in group}) > 1 for key, group in graded.items()}
         accuracies = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in graded.values() if group}
@@ -558,10 +577,11 @@ class GroupPool:
             self.has_signal |= rank_signals
             self.mean_accuracy |= rank_accuracies
         self.groups |= groups
-        self.batches_drawn += 1
+        self.batches_used += 1
         self.position += 1
 
     def select_groups(self) -> list[tuple[int, int]]:
-        """Return the keys of the groups to train on: the first ones with unequal rewards, then others if too few."""
+        """Return the keys of the groups to train on: the first groups with unequal rewards and, if these are too few,
+        groups with equal rewards."""
         best_first = sorted(self.has_signal, key=lambda key: (not self.has_signal[key], key))
         return sorted(best_first[: self.target_groups])

@@ -390,7 +390,7 @@ def set_up(cfg: Config) -> Run:
     greedy = SamplingParams(cfg.rollout.max_new_tokens, temperature=0.0)
     evaluation = Evaluation(
         engine, eval_set, processor, grader, ctx, greedy, stage=eval_stage, step=cfg.run.steps,
-        should_stop=interrupt.reduce_signal, start_of=reset_fn)  # fmt: skip
+        should_stop=interrupt.reduce_signal, reset_fn=reset_fn)  # fmt: skip
     # an evaluation is due: the one before the first step, or one that a signal interrupted
     if eval_set and state.eval_due == state.step:
         row = evaluation.run_during_training(log, timer, state.step)
@@ -414,7 +414,7 @@ def main(cfg: Config) -> None:
         # rewards, or until --max-gen-batches batches have been drawn
         while not pool.is_full():
             prompts = batches.next(state, pool.position)
-            with timer("rollout"), progress.sampling(lambda: engine.finished, len(prompts) * algo.group_size):
+            with timer("rollout"), progress.sampling(lambda: engine.progress, len(prompts) * algo.group_size):
                 rollouts = engine.generate(prompts, algo.group_size, prompts.sampling, on_rollout=grader.submit)
             with timer("reward"):
                 rewards = grader.collect(rollouts)
@@ -449,12 +449,12 @@ def main(cfg: Config) -> None:
         # 8. report: metrics, evaluation, checkpoint. Samples and pages come last; if they fail, the run only warns
         row = metrics.rollout_metrics(pool, grader.pop_counts()) | meter.reduce(ctx) | sync_metrics
         row |= {"lr": lr, "progress/epoch": pool.position / run.steps_per_epoch}
-        state = run.saver.reached(next_state(state, pool, batches.curriculum, row, cfg))
+        state = run.saver.set_state(next_state(state, pool, batches.curriculum, row, cfg))
         row |= batches.curriculum.metrics(step, state.curriculum) | engine.step_metrics(batch)
         models.refresh_reference(state.step, algo.ref_every)
         if run.evaluation.is_due(cfg.run, state.step):
             row |= run.evaluation.run_during_training(run.log, timer, state.step)
-            state = run.saver.reached(replace(state, eval_due=run.evaluation.interrupted_at_step))
+            state = run.saver.set_state(replace(state, eval_due=run.evaluation.interrupted_at_step))
         run.log.log_step(state.step, row | timer.pop_metrics())
         run.skipped.report(state.step, run.saver.save)
         run.saver.save_if_due()

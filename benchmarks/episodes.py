@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> None:
         rows.append(Example(f"u{i}", "x", messages, [image], "", {}))
     with patch("envs._factory.load_class", return_value=Sleeper):
         env_factory = EnvFactory(EnvConfig(env="sleeper", max_turns=TURNS, env_timeout=600))
-    prompts = make_prompts(rows, processor, start_of=env_factory.reset_example)
+    prompts = make_prompts(rows, processor, reset_fn=env_factory.reset_example)
     episodes = EpisodeEngine(HFEngine(hf, processor, torch.device("cpu")), env_factory, processor)
     time_episodes(episodes, prompts, 800)
     rewritten = partial(Episode, rewritten=True)  # with `separate`, each turn becomes a separate sequence

@@ -43,7 +43,7 @@ class Ahead(EngineWrapper):
         self.batches = batches
         self.max_age = batches.cfg.servers.async_steps  # max syncs since a token was sampled; also max batches ahead
         self.pending: dict[int, tuple[RolloutCounter, Future]] = {}  # position in the data -> batch being sampled
-        self.finished = RolloutCounter()
+        self.progress = RolloutCounter()
         self.trained_version = 0  # weights version from which the age of the step's tokens is counted
         self.meter = Meter()
         self.last_report = time.monotonic()
@@ -65,7 +65,7 @@ class Ahead(EngineWrapper):
             counters, futures = zip(*self.pending.values(), strict=True)
             self.meter.add_mean("async/queue", sum(future.done() for future in futures))
             self.meter.sum("async/in_flight", sum(n * len(prompts) - counter.rollouts for counter in counters))
-        self.finished, future = self.pending.pop(prompts.position)
+        self.progress, future = self.pending.pop(prompts.position)
         start = time.monotonic()
         rollouts = future.result()
         for prompt in prompts:
@@ -82,7 +82,7 @@ class Ahead(EngineWrapper):
         for ahead in range(1, self.max_age + 1):
             step = current_step + ahead
             is_needed = step < batches.cfg.run.steps and stage_index(step) == stage_index(current_step)
-            if is_needed and position + ahead not in batches.drawn:
+            if is_needed and position + ahead not in batches.prepared:
                 # with --max-gen-batches above 1 a step may use several batches, so the step is not known yet
                 step_known = batches.cfg.algo.max_gen_batches == 1
                 drawn.append(batches.draw(step, position + ahead, step_known=step_known))

@@ -31,16 +31,16 @@ def build_request(rollout: Rollout, max_tokens: int, processor: Processor, max_m
     token ids have one placeholder for each image."""
     prompt = rollout.prompt
     response, images = iter(rollout.response), iter(rollout.images)
-    short_ids = list(prompt.unexpanded_ids)
+    unexpanded_ids = list(prompt.unexpanded_ids)
     for token in response:
-        short_ids.append(token)
+        unexpanded_ids.append(token)
         if token == processor.image_token_id:
             skipped = next(images).n_tokens - 1
             assert all(next(response) == token for _ in range(skipped)), "the tokens of an image must be consecutive"
     length = len(prompt.token_ids) + len(rollout.response)
     assert length + max_tokens <= max_model_len, "the engine was started for shorter sequences"
     pil_images = [image.image for image in prompt.images + rollout.images]
-    return prompt.uid, rollout.sample_index, rollout.n_turns, max_tokens, short_ids, pil_images
+    return prompt.uid, rollout.sample_index, rollout.n_turns, max_tokens, unexpanded_ids, pil_images
 
 
 def check_response(

@@ -237,7 +237,7 @@ class HFEngine(Engine):
         batches: list[DecodeBatch] = []
         while True:
             busy = any(batch.active_rows for batch in batches)
-            exhausted = responses.exhausted  # read first: rollouts queued after the poll get another iteration
+            closed = responses.closed  # read first: rollouts queued after the poll get another iteration
             arrived = responses.poll(0.0 if busy or waiting else IDLE_POLL_SECONDS)
             for batch in batches:
                 batch.drop_finished()
@@ -248,7 +248,7 @@ class HFEngine(Engine):
             if selected := self._select_next(waiting, busy):
                 waiting = [r for r in waiting if r not in selected]
                 batches.append(self._prefill_batch(selected, sampling))
-            elif exhausted and not busy and not waiting:
+            elif closed and not busy and not waiting:
                 return
             for batch in batches:
                 self._decode_step(batch, responses, sampling, head_HV)

@@ -225,8 +225,8 @@ def start_sampling(
     engine = make_training_engine(
         cfg, models, processor, sets, ctx, env.episode_image_limits if env else None, **stop_callbacks)
     if cfg.run.self_test:
-        sampling, start_of = batches.sampling(0), env.reset_example if env else identity
-        print0(self_test(models.policy, engine, sets[0], processor, packer, sampling, start_of))
+        sampling, reset_fn = batches.sampling(0), env.reset_example if env else identity
+        print0(self_test(models.policy, engine, sets[0], processor, packer, sampling, reset_fn))
     if env:
         engine = plug_in("envs._episodes", "--env").EpisodeEngine(engine, env, processor)
     if cfg.servers.async_steps:

@@ -166,14 +166,14 @@ def self_test(
     processor: Processor,
     packer: Packer,
     sampling: SamplingParams,
-    start_of: ResetFn = identity,
+    reset_fn: ResetFn = identity,
 ) -> str:
     """Compare engine and trainer, and return a line with the measured differences. Raise UserError on all ranks, with
     all differences that are too large. Every rank does the same work on the same prompts, so that collectives match."""
     new_tokens, seed = min(NEW_TOKENS, sampling.max_new_tokens), derive_seed(sampling.seed, "self-test")
     samples = SAMPLES_PER_PROMPT * (NEW_TOKENS // new_tokens)  # a mean over few tokens is noisy
     selected = select_prompts(examples, packer.max_tokens, 1 if packer.share else samples)
-    prompts = make_prompts(selected, processor, start_of=start_of)
+    prompts = make_prompts(selected, processor, reset_fn=reset_fn)
     sampling = replace(sampling, max_new_tokens=new_tokens, seed=seed)
     compute = partial(trainer_logprobs, policy, packer, temperature=sampling.temperature)
 
@@ -224,5 +224,5 @@ def self_test(
     need(not message, f"self-test before the first step (--no-self-test skips it): {message}")
     with_images = sum(len(p.images) > 0 for p in prompts)
     measured = ", of ".join(f"{what} {gap.mean():.1e}" for what, gap, *_ in checks)
-    return (f"self-test: {len(prompts)} prompts ({with_images} with images) tokenised the same; |dlogp| of {measured} "
+    return (f"self-test: {len(prompts)} prompts ({with_images} with images) tokenized the same; |dlogp| of {measured} "
             f"(limit {limit:.1e}); these weights moved it by {moved:.1e}")

@@ -62,10 +62,10 @@ def main(configs: tuple[Any, ...]) -> None:
     settings["tensor_parallel_size"] = serve.gpus
     processor = Processor(model.model, model.min_pixels, model.max_pixels)
     environments = make_env_factory(env)
-    start_of = environments.reset_example if environments else identity
+    reset_fn = environments.reset_example if environments else identity
     with redirect_stdout(sys.stderr):  # keep stdout for the command of --print
         paths = filter(None, (data.data, data.eval_data))
-        sets = [load_examples(path, data, [processor], start_of=start_of) for path in paths]
+        sets = [load_examples(path, data, [processor], reset_fn=reset_fn) for path in paths]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(model.dtype, device)
     episode_limits = environments.episode_image_limits if environments else None

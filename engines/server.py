@@ -4,8 +4,8 @@ Every rank of the trainer sends requests for its own prompts, from one event loo
 go to the same server: the one with the fewest responses in flight. Only rank 0 sends weights (engines/sync.py).
 
 A server that fails, hangs, or samples with weights that this run did not send is marked unavailable. Its requests are
-sent again, with the same seeds, to another server. Once it answers, the next sync sends it all weights and it is used
-again. Both events are printed, one line each.
+sent again, with the same seeds, to another server. The first sync after the server answers again sends it all weights
+and makes it available again. Both events are printed, one line each.
 """
 
 import asyncio
@@ -51,8 +51,9 @@ from utils import DistContext, NamedTensors, derive_seed
 
 # exceptions raised while reading a result whose JSON does not have the expected form
 BAD_RESULT_ERRORS = (AttributeError, LookupError, TypeError, ValueError, OverflowError)
-MAX_FRUITLESS_REQUESTS = 6  # consecutive results without a usable token after which a server is marked unavailable
-INITIAL_PAUSE_SECONDS = 0.1  # after the first such result; each further pause is about twice as long
+# a server is marked unavailable after this many consecutive results without a usable token
+MAX_FRUITLESS_REQUESTS = 6
+INITIAL_PAUSE_SECONDS = 0.1  # pause after the first such result; each further pause is about twice as long
 
 CLIENTS = {client.kind: client for client in (VLLMClient, SGLangClient)}
 
@@ -91,17 +92,19 @@ class ServerEngine(Engine):
         self.dtype = dtype
         self.ctx = ctx
         self.max_model_len = max_model_len
-        self.in_flight = cfg.in_flight
+        self.in_flight_mode = cfg.in_flight  # keep, abort or wait: what a sync does with requests in flight
         self.trained_tower = trained_tower
         self.request_stop = request_stop
-        self.run_id = ctx.gather(os.urandom(4).hex())[0]  # marks the weights that this run sends
+        self.run_id = ctx.gather(os.urandom(4).hex())[0]  # first part of the labels of the weights that this run sends
         self.requests_allowed = asyncio.Event()  # cleared while weights change
         self.pending: dict[asyncio.Task, ServerClient] = {}  # requests in flight
         self.unavailable: dict[str, str] = {}  # URL -> reason
         self.counted_at = self.reported_at = time.monotonic()
         self.idle_seconds = 0.0
         self.weights_label = ""  # label of the weights on the servers
-        self.tower_label = ""  # label of the last sync that sent the vision tower: cached image features stay valid
+        # label of the last sync that sent the vision tower; image features cached under this label stay valid until
+        # the label changes
+        self.tower_label = ""
         self.synced_urls: list[str] = []  # servers that rank 0 is connected to and that have all weights
 
         self.calls = Calls()
@@ -124,20 +127,20 @@ class ServerEngine(Engine):
         return [server for url, server in self.servers.items() if url not in self.unavailable]
 
     def sample(self, responses: RolloutQueue, sampling: SamplingParams) -> None:
-        """Sample a response of each queued rollout on a server. Several threads may call this at the same time."""
+        """Sample a response for each queued rollout on a server. Several threads may call this at the same time."""
         done: queue.SimpleQueue = queue.SimpleQueue()
-        servers: dict[str, ServerClient] = {}  # uid of a prompt -> the server of all its samples
+        servers: dict[str, ServerClient] = {}  # uid of a prompt -> the server for all its samples
         running: dict[Future, Rollout] = {}
         try:
             while True:
-                exhausted = responses.exhausted  # read first: rollouts queued after the poll get another iteration
+                closed = responses.closed  # read before polling: rollouts that arrive later get another iteration
                 for rollout in responses.poll(0.0 if running else IDLE_POLL_SECONDS):
                     future = self.calls.start(
                         self._generate(rollout, responses.remaining_tokens(rollout), sampling, servers)
                     )
                     running[future] = rollout
                     future.add_done_callback(done.put)
-                if self.should_stop() or (exhausted and not running):
+                if self.should_stop() or (closed and not running):
                     return
                 try:
                     finished = [done.get(timeout=IDLE_POLL_SECONDS)] if running else []
@@ -159,11 +162,11 @@ class ServerEngine(Engine):
     ) -> tuple[list[int], list[float], list[int]]:
         """Return a response's tokens, their log-probabilities, and the weights version that sampled each token. A
         response that a sync aborts (--in-flight abort) continues after its last token, with the new weights."""
-        uid, sample, turn, max_tokens, short_ids, _ = build_request(
+        uid, sample, turn, max_tokens, unexpanded_ids, _ = build_request(
             rollout, max_tokens, self.processor, self.max_model_len)
         expanded_ids, images = rollout.prompt.token_ids + rollout.response, rollout.prompt.images + rollout.images
         tokens, logprobs, versions = [], [], []
-        lost_once: set[ServerClient] = set()  # servers that already lost a connection of this response
+        lost_once: set[ServerClient] = set()  # servers that already lost a connection for this response
         fruitless = 0  # consecutive results without a usable token
         while True:
             await self.requests_allowed.wait()
@@ -174,7 +177,7 @@ class ServerEngine(Engine):
             offset = [len(tokens)] if tokens else []  # a continuation must not reuse the random numbers of its start
             seed = derive_seed(sampling.seed, uid, sample, *([turn] if turn > 1 or offset else []), *offset)
             request = GenerateRequest(
-                uid, short_ids + tokens, keyed_images, max_tokens - len(tokens), seed, sampling.temperature,
+                uid, unexpanded_ids + tokens, keyed_images, max_tokens - len(tokens), seed, sampling.temperature,
                 sampling.top_p, self.weights_label)
             try:
                 result = await self._send_request(server, request, expanded_ids + tokens)
@@ -184,15 +187,17 @@ class ServerEngine(Engine):
                     self._mark_unavailable(server, str(error))
                 lost_once.add(server)
                 continue
-            if result and (self.in_flight == "keep" or set(result.labels) <= {request.cache_salt}):
+            if result and (self.in_flight_mode == "keep" or set(result.labels) <= {request.cache_salt}):
                 tokens += result.tokens
                 logprobs += result.logprobs
                 versions += map(self._parse_version, result.labels)
-                if result.finish_reason != "abort" or len(tokens) == max_tokens:  # aborted after the last token
+                # an abort after the last allowed token loses nothing, so the response is complete
+                if result.finish_reason != "abort" or len(tokens) == max_tokens:
                     return tokens, logprobs, versions
-            # A sync aborts a request once. If a server keeps returning nothing, pause longer and longer, then drop it.
+            # A sync aborts a request only once. If a server keeps returning nothing, pause longer each time, and after
+            # MAX_FRUITLESS_REQUESTS results mark it unavailable.
             synced = request.cache_salt != self.weights_label or not self.requests_allowed.is_set()
-            fruitless = 0 if synced or len(request.ids) < len(short_ids + tokens) else fruitless + 1
+            fruitless = 0 if synced or len(request.ids) < len(unexpanded_ids + tokens) else fruitless + 1
             if fruitless == MAX_FRUITLESS_REQUESTS:
                 self._mark_unavailable(server, f"{fruitless} replies in a row had no token from the newest weights")
                 fruitless = 0
@@ -201,8 +206,11 @@ class ServerEngine(Engine):
     async def _send_request(
         self, server: ServerClient, request: GenerateRequest, prompt_ids: Sequence[int]
     ) -> GenerateResult | None:
-        """Return the result, or None if a sync cancelled the request. The server had not started it when the weights
-        changed, so no token is lost; but it could reuse the KV cache that the old weights computed for its prompt."""
+        """Return the result, or None if the request was cancelled after a sync.
+
+        A request to an available server that is still pending after the sync had not started, so no token is lost. It
+        is sent again with the new cache_salt, because with the old one the server could reuse KV cache that the old
+        weights computed."""
         self._add_idle_time()
         server.in_flight += 1
         task = asyncio.ensure_future(server.generate(request))
@@ -226,31 +234,33 @@ class ServerEngine(Engine):
             self._add_idle_time()
             server.in_flight -= 1
 
-    async def _pause_requests(self) -> None:
+    async def _hold_new_requests(self) -> None:
+        """Make new requests wait until `_cancel_pending_and_resume` is called."""
         self.requests_allowed.clear()
 
-    def _resume_requests(self) -> None:
-        """Allow requests again after a sync. Cancel the pending ones, which are then sent again; with --in-flight keep,
-        cancel only those of unavailable servers, which may never answer."""
+    def _cancel_pending_and_resume(self) -> None:
+        """Cancel the requests that are still pending after a sync, and allow new ones. Cancelled requests are sent
+        again. With --in-flight keep, cancel only requests to unavailable servers, which may never answer."""
         for task, server in self.pending.items():
-            if self.in_flight != "keep" or server.url in self.unavailable:
+            if self.in_flight_mode != "keep" or server.url in self.unavailable:
                 task.cancel()
         self.requests_allowed.set()
 
     def _pick_server(self, uid: str, servers: dict[str, ServerClient]) -> ServerClient | None:
-        """Return the server of the prompt's other samples, or else the one with the fewest responses in flight. If no
-        server is available, ask the run to end and return None."""
+        """Return the server that has the prompt's other samples, or, if there is none, the available server with the
+        fewest responses in flight. If no server is available, ask the run to end and return None."""
         server = servers.get(uid)
         if server is None or server.url in self.unavailable:
             usable = self.available_servers()
             if not usable:
-                return self._fail_run("no server is available")
+                return self._request_stop("none is available")
             first = self.ctx.rank % len(usable)  # ranks start with different servers
             server = servers[uid] = min(usable[first:] + usable[:first], key=lambda server: server.in_flight)
         return server
 
     def _parse_version(self, label: str) -> int:
-        """Return the weights version in a label RUN_ID-VERSION. Raise ServerUnavailable if it is not this run's."""
+        """Return the weights version in a label RUN_ID-VERSION. Raise ServerUnavailable if the label is not from this
+        run."""
         run_id, _, number = str(label).rpartition("-")
         if run_id != self.run_id or not number.isdecimal():
             raise ServerUnavailable(f"it samples with weights {label!r}, which this run did not send: it was "
@@ -261,23 +271,24 @@ class ServerEngine(Engine):
         if server.url not in self.unavailable:
             self.unavailable[server.url] = why
             rank = f"rank {self.ctx.rank}: " if self.ctx.world > 1 else ""
-            print(f"{rank}--servers {server.url} is left out: {why}; servers left: {len(self.available_servers())}")
+            print(f"{rank}rollout server {server.url} is unavailable: {why}; "
+                  f"available servers: {len(self.available_servers())}")
 
-    def _fail_run(self, what: str) -> None:
+    def _request_stop(self, what: str) -> None:
         reasons = "; ".join(f"{url}: {why}" for url, why in self.unavailable.items())
         if not self.should_stop():
-            self.request_stop(f"--servers: {what} ({reasons}); restart them, then repeat the command (in training with "
-                              "--resume auto)")
+            self.request_stop(f"rollout servers: {what} ({reasons}); restart them, then repeat the command (in "
+                              "training with --resume auto)")
 
     # --- new weights ---
 
     def sync(self, weights: GetWeights) -> dict[str, float]:
         """Send new weights to the servers and return metrics. All ranks call this together.
 
-        If the servers that answer are those of the last sync, they get only the trained weights, otherwise all weights.
-        A server that fails is marked unavailable, and the others get all weights. If none is left, ask the run to
-        end."""
-        self.calls.run_all([self._pause_requests()])
+        If the servers that answer are the same as in the last sync, they get only the trained weights, otherwise all
+        weights. A server that fails is marked unavailable, and the others then get all weights. If no server is left,
+        ask the run to end."""
+        self.calls.run_all([self._hold_new_requests()])
         for unavailable in self.ctx.gather(dict(self.unavailable)):  # from here on, no rank sends requests
             self.unavailable = unavailable | self.unavailable
         label = f"{self.run_id}-{self.weights_version + 1}"
@@ -287,7 +298,7 @@ class ServerEngine(Engine):
             for url in self.servers.keys() - failed.keys() - set(targets):
                 self._mark_unavailable(self.servers[url], "no answer to /health")
             if not targets:
-                self._fail_run("no server accepted the new weights")
+                self._request_stop("none accepted the new weights")
                 self.synced_urls = []
                 break
             tensors = iter(self.sender.collect(weights, full, label))
@@ -296,7 +307,7 @@ class ServerEngine(Engine):
                 if url in errors:
                     self._mark_unavailable(self.servers[url], f"weight sync failed: {errors[url]}")
                 elif url in self.unavailable:
-                    print(f"--servers {url} is used again")
+                    print(f"rollout server {url} is available again")
                     del self.unavailable[url]
             if not errors:
                 break
@@ -306,7 +317,7 @@ class ServerEngine(Engine):
         self.has_all_weights = True
         self.weights_version += 1
         self.weights_label = label
-        self.calls.loop.call_soon_threadsafe(self._resume_requests)
+        self.calls.loop.call_soon_threadsafe(self._cancel_pending_and_resume)
         counts = {"sync/calls": self.sender.n_calls, "sync/bytes": self.sender.n_bytes} if targets else {}
         return {name: float(n) for name, n in counts.items()} | {"sync/servers": float(len(targets))}
 
@@ -322,7 +333,7 @@ class ServerEngine(Engine):
         """Pause these servers, send them weights, and resume them. Return why servers failed, by URL."""
         servers = [self.servers[url] for url in targets]
         self.synced_urls = []
-        _, failed = self.calls.each(servers, lambda server: server.pause(self.in_flight))
+        _, failed = self.calls.each(servers, lambda server: server.pause(self.in_flight_mode))
         if full and not failed:
             failed = self.sender.connect_to(servers)
         failed = failed or self.sender.sync_weights(tensors, full, label)
@@ -335,16 +346,17 @@ class ServerEngine(Engine):
         return failed
 
     def _sync_targets(self, failed: Set[str]) -> tuple[list[str], bool]:
-        """Return the URLs of all servers that answer, also of unavailable ones, and whether they get all weights over a
-        new connection: true for the first sync, and whenever the set of servers has changed."""
+        """Return the URLs of all servers that answer, including those marked unavailable, but without those that failed
+        in this sync (`failed`). Also return whether they get all weights over a new connection: they do in the first
+        sync, and whenever the set of servers has changed."""
         urls = [url for url in self.servers if url not in failed]
         alive = self.calls.run_all([self._is_alive(self.servers[url]) for url in urls])
         targets = [url for url, is_alive in zip(urls, alive, strict=True) if is_alive]
         return targets, not self.has_all_weights or set(targets) != set(self.synced_urls)
 
     async def _is_alive(self, server: ServerClient) -> bool:
-        """Return whether a server answers. An unavailable one gets one short try. Another may be busy or drop a
-        connection, so it gets two long ones."""
+        """Return whether a server answers. A server marked unavailable gets one short try. Any other may just be busy,
+        or lose a connection, so it gets two long tries."""
         if server.url in self.unavailable:
             return await server.alive()
         return await server.alive(15.0) or await server.alive(15.0)
@@ -358,15 +370,15 @@ class ServerEngine(Engine):
     # --- metrics ---
 
     def _add_idle_time(self) -> None:
-        """Add the time since the last call, multiplied by the fraction of servers without a request of this rank. Call
-        this before the number of requests in flight changes."""
+        """Add the time since the last call, multiplied by the fraction of servers without a request from this rank.
+        Call this before the number of requests in flight changes."""
         now = time.monotonic()
         idle = sum(server.in_flight == 0 for server in self.servers.values()) / len(self.servers)
         self.idle_seconds += idle * (now - self.counted_at)
         self.counted_at = now
 
     def metrics(self) -> dict[str, float]:
-        """Return the fraction of the time since the last call in which a server had no request of this rank, averaged
+        """Return the fraction of the time since the last call in which a server had no request from this rank, averaged
         over the servers."""
         self._add_idle_time()
         seconds, self.reported_at = self.counted_at - self.reported_at, self.counted_at
@@ -377,11 +389,12 @@ class ServerEngine(Engine):
 def validate_result(
     result: GenerateResult, request: GenerateRequest, prompt_ids: Sequence[int], url: str, allowed_ids: Set[int]
 ) -> None:
-    """Raise ServerUnavailable if a result has a token outside `allowed_ids`, an invalid log-probability, or lengths
-    that do not match. Raise UserError if check_response does."""
+    """Raise ServerUnavailable if a result has a token outside `allowed_ids`, an invalid log-probability, an unknown
+    finish reason, or lengths that do not match. Raise UserError if check_response does."""
     n = len(result.tokens)
-    sizes_match = (
-        n == len(result.logprobs) == len(result.labels) and (result.finish_reason != "abort") <= n <= request.max_tokens
+    # only an aborted request may return no tokens
+    sizes_match = n == len(result.logprobs) == len(result.labels) <= request.max_tokens and (
+        n or result.finish_reason == "abort"
     )
     if not sizes_match or result.finish_reason not in ("stop", "length", "abort"):
         raise ServerUnavailable(

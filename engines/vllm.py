@@ -187,14 +187,14 @@ class VLLMEngine(Engine):
         try:
             while True:
                 if may_grow:
-                    exhausted = responses.exhausted  # read first: rollouts queued after the poll get another iteration
+                    closed = responses.closed  # read first: rollouts queued after the poll get another iteration
                     rollouts = responses.poll(0.0 if running else IDLE_POLL_SECONDS)
                     requests = [
                         build_request(r, responses.remaining_tokens(r), self.processor, self.max_model_len)
                         for r in rollouts
                     ]
-                    gathered = self._gather_tp((requests, exhausted))
-                    may_grow = not all(exhausted for _, exhausted in gathered)
+                    gathered = self._gather_tp((requests, closed))
+                    may_grow = not all(closed for _, closed in gathered)
                     for rank, (requests, _) in enumerate(gathered):
                         with GENERATE_FAILED_NOTE:
                             names = self._add_requests(requests, sampling)

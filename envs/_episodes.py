@@ -1,6 +1,6 @@
 """Episodes with any engine: the policy's responses alternate with the observations of an environment.
 
-The tokens of an episode are never re-tokenised. Turn k + 1 continues turn k's prompt, the tokens that were sampled, and
+The text of an episode is never tokenized again. Turn k + 1 continues turn k's prompt, the tokens that were sampled, and
 the chat template's tokens for the observation. If the template would change earlier turns (for example drop thoughts),
 each turn of that episode is a separate sequence: Rollout.separate_turns.
 
@@ -103,8 +103,8 @@ class EpisodeEngine(EngineWrapper):
     ) -> list[Rollout]:
         """Return n episodes of each prompt, in the order of the prompts. Call `on_rollout` with each one that ends,
         unless its environment failed."""
-        self.finished = finished = RolloutCounter(on_rollout)
-        queue = EpisodeQueue(self, prompts, n, sampling, finished.add)
+        self.progress = progress = RolloutCounter(on_rollout)
+        queue = EpisodeQueue(self, prompts, n, sampling, progress.add)
         self.engine.sample(queue, sampling)
         queue.report_failures()
         return [episode.rollout for episode in queue.episodes]
@@ -143,7 +143,8 @@ class EpisodeQueue(RolloutQueue):
     # --- what the engine calls ---
 
     @property
-    def exhausted(self) -> bool:
+    def closed(self) -> bool:
+        """Return whether no more rollouts will arrive after the next `poll`: every episode has ended."""
         return all(episode.rollout.ended_by for episode in self.episodes)
 
     def remaining_tokens(self, rollout: Rollout) -> int:
@@ -163,7 +164,7 @@ class EpisodeQueue(RolloutQueue):
                     close_environment(episode.env, self.environments.flag)
         with self.changed:
             self._wait_for_environments(idle=wait > 0)
-            if not self.results and wait and not self.exhausted:
+            if not self.results and wait and not self.closed:
                 self.changed.wait(wait)
             results = self.results | self._timed_out()
             self.results = {}
@@ -358,9 +359,11 @@ class EpisodeQueue(RolloutQueue):
     def _make_turn_prompt(self, r: Rollout, messages: list[dict], images: list[ImageInput]) -> Rollout:
         """Return a rollout for the next turn, whose prompt is all messages so far as the chat template writes them."""
         images = r.prompt.images + images
-        short_ids = self.processor.tokenize_messages(messages)
-        ids = self.processor.expand_image_tokens(short_ids, images)
-        return Rollout(Prompt(f"{r.prompt.uid}#{r.n_turns}", ids, images, r.prompt.example, short_ids), r.sample_index)
+        unexpanded_ids = self.processor.tokenize_messages(messages)
+        ids = self.processor.expand_image_tokens(unexpanded_ids, images)
+        return Rollout(
+            Prompt(f"{r.prompt.uid}#{r.n_turns}", ids, images, r.prompt.example, unexpanded_ids), r.sample_index
+        )
 
     def _escape_special_tokens(self, message: dict) -> dict:
         """Return a message of the policy for a prompt by the chat template: special tokens and <image> marks that the

@@ -175,7 +175,7 @@ def probe_memory(
     packer: Packer,
     processor: Processor,
     cfg: Any,
-    start_of: ResetFn = identity,
+    reset_fn: ResetFn = identity,
 ) -> int:
     """Try the largest possible micro-batch before the first step, not hours into the run; return its number of tokens.
 
@@ -184,7 +184,7 @@ def probe_memory(
     full vision cache and a sleeping engine. `cfg` is train.py's.
     """
     longest = examples[examples.lengths.index(max(examples.lengths))]
-    prompt = make_prompts([longest], processor, start_of=start_of)[0]
+    prompt = make_prompts([longest], processor, reset_fn=reset_fn)[0]
     remaining, max_new_tokens = packer.max_tokens - len(prompt.token_ids), cfg.rollout.max_new_tokens
     rollouts = []
     for sample, start in enumerate(range(0, remaining, max_new_tokens)):

@@ -158,7 +158,7 @@ class CheckpointSaver:
         self.state = state  # after the last whole step
         checkpoint.check_disk_space(self.out, cfg.keep + cfg.keep_best, models.checkpointed)
 
-    def reached(self, state: Any) -> Any:
+    def set_state(self, state: Any) -> Any:
         """Remember the state after a whole step, which the next checkpoint will hold, and return it."""
         self.state = state
         return state

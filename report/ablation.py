@@ -18,14 +18,14 @@ from utils import derive_seed
 class Ablation:
     """The images that the model sees instead of an example's: `kind` is a key of ABLATIONS, or "" for its own."""
 
-    def __init__(self, kind: str, examples: Sequence[Example], start_of: ResetFn, seed: int):
+    def __init__(self, kind: str, examples: Sequence[Example], reset_fn: ResetFn, seed: int):
         self.blank = kind == "blank"  # images from an environment are blanked too
         change = {"shuffled": self.shuffle_images, "none": remove_images}.get(kind, identity)
-        self.start_of = lambda example: change(start_of(example))
+        self.reset_fn = lambda example: change(reset_fn(example))
         self.seed = seed
         self.sources: dict[Any, tuple[Example, int]] = {}  # key of a distinct image -> its example and index
         if kind == "shuffled":
-            for example in map(start_of, examples):
+            for example in map(reset_fn, examples):
                 self.sources |= {key: (example, i) for i, key in enumerate(image_keys(example))}
 
     def shuffle_images(self, example: Example) -> Example:

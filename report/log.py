@@ -130,14 +130,14 @@ class RunLog:
             self.bar.start_t, self.report_seconds = time.time(), 0.0
 
     def save_evaluation(
-        self, step: int, records: Sequence[dict], summary: dict, examples: Sequence[Example], start_of: ResetFn
+        self, step: int, records: Sequence[dict], summary: dict, examples: Sequence[Example], reset_fn: ResetFn
     ) -> None:
         """Write the summary and all records of an evaluation to OUT/eval, and set the content of the next report."""
         path = self.out / "eval" / f"step_{step:06d}.json"
         write_text(path, json.dumps(summary, indent=2) + "\n")
         write_records(path.with_suffix(".jsonl"), records)
         uids = {record["uid"] for record in select_records(records, summary)}
-        by_uid = {example.uid: start_of(example) for example in examples if example.uid in uids}
+        by_uid = {example.uid: reset_fn(example) for example in examples if example.uid in uids}
         self.page_content = ReportPage(f"{self.out.name}: evaluation at step {step}", records, by_uid, summary=summary)
 
     def report(self, step: int, batch: Any, metrics: dict[str, float]) -> None:

@@ -72,7 +72,7 @@ def sampling_metrics(pool: GroupPool) -> dict[str, float]:
     filled = sum(not pool.has_signal[key] for key in chosen)
     equal = sum(not signal for signal in pool.has_signal.values())
     surplus = len(pool.has_signal) - equal - (len(chosen) - filled)
-    counts = {"rounds": pool.batches_drawn, "equal": equal - filled, "surplus": surplus, "filled": filled}
+    counts = {"rounds": pool.batches_used, "equal": equal - filled, "surplus": surplus, "filled": filled}
     return {f"sampling/{name}": float(n) for name, n in counts.items()}
 
 

@@ -205,7 +205,7 @@ class Grader:
             self.first.setdefault(task_name(example.data_source), example)
         return rows
 
-    def unasked(self, examples: Iterable[Any]) -> Iterator[str]:
+    def format_warnings(self, examples: Iterable[Any]) -> Iterator[str]:
         """Yield a warning for each task whose own reward expects a form of answer that prompts do not ask for.
 
         Prompts of environments are not checked, because environments add their own instructions.

@@ -65,7 +65,7 @@ def plug_in_stand_in(module, flag):
 
 def recording(make_batch):
     def recorded(pool, cfg, *more):
-        first = pool.position - pool.batches_drawn
+        first = pool.position - pool.batches_used
         uids: dict[int, list[str]] = {}
         for (number, _), group in pool.groups.items():
             uids.setdefault(first + number, []).append(group[0].prompt.uid)

@@ -152,7 +152,7 @@ def test_a_curriculum_by_solve_rates_draws_nothing_twice_at_once_and_leaves_noth
     for step in range(60):
         rollouts = loop.take(train.TrainState(step, step, curriculum=memory), step)
         batch = [group[0].prompt.uid for group in zip(*[iter(rollouts)] * G, strict=True)]
-        under_way = [uid for position, drawn in loop.batches.drawn.items() if position > step for uid in drawn.uids]
+        under_way = [uid for position, drawn in loop.batches.prepared.items() if position > step for uid in drawn.uids]
         assert len(set(batch + under_way)) == 4 * (1 + min(ahead, 59 - step))
         counts.update(batch)
         rates = {uid: int(uid[1:]) / 24 for uid in batch}

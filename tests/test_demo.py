@@ -219,8 +219,8 @@ def test_written_episodes_are_right_or_lazy(task, tmp_path):
     processor = Processor(str(tmp_path / "base"))
     longest = demo.max_reply_tokens(tmp_path / "base", task)
     scenes = list(itertools.islice(demo.find_demo_tasks()[task].scenes("warm", 1), 12))
-    start_of = make_env_factory(demo.demo_env_config(task)).reset_example
-    prompts = make_prompts(list(demo.scenes_to_examples(task, scenes)), processor, start_of=start_of)
+    reset_fn = make_env_factory(demo.demo_env_config(task)).reset_example
+    prompts = make_prompts(list(demo.scenes_to_examples(task, scenes)), processor, reset_fn=reset_fn)
     usual_replies = demo.most_frequent_replies(task)
     lazy_ones = 0
     for lazy in (False, True):

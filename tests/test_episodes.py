@@ -96,7 +96,7 @@ def play(loaded, family, turns, n=2, tokens=400, kind=Scripted, n_images=1, engi
     hf, processor = loaded[family]
     processor = often(processor)
     envs = environments(kind, **{"max_turns": 5, **settings})
-    prompts = make_prompts(examples_of(turns, n_images), processor, start_of=envs.reset_example)
+    prompts = make_prompts(examples_of(turns, n_images), processor, reset_fn=envs.reset_example)
     engine = engine or HFEngine(hf, processor, CPU)
     engine.processor = processor
     return EpisodeEngine(engine, envs, processor).generate(prompts, n, SamplingParams(tokens, seed=1)), processor
@@ -210,7 +210,7 @@ def test_a_template_that_drops_thoughts_makes_each_turn_a_sequence_of_its_own(lo
     processor.tokenizer.chat_template = DROPS_THOUGHTS
     assert processor.template_rewrites_history()
     envs = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([1, 3, 4]), processor, start_of=envs.reset_example)
+    prompts = make_prompts(examples_of([1, 3, 4]), processor, reset_fn=envs.reset_example)
     rollouts = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor).generate(
         prompts, 2, SamplingParams(400, seed=1)
     )
@@ -251,7 +251,7 @@ def test_thoughts_that_the_template_drops_count_against_the_limit(loaded):
     processor.tokenizer = copy.deepcopy(plain.tokenizer)
     processor.tokenizer.chat_template = DROPS_THOUGHTS
     envs = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([5, 5, 5]), processor, start_of=envs.reset_example)
+    prompts = make_prompts(examples_of([5, 5, 5]), processor, reset_fn=envs.reset_example)
     ends = collections.Counter()
     for limit in range(40, 120, 16):
         rollouts = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor).generate(
@@ -276,7 +276,7 @@ class Says(Engine):
         self.processor, self.replies = processor, {uid: list(said) for uid, said in replies.items()}
 
     def sample(self, responses, sampling):
-        while not responses.exhausted:
+        while not responses.closed:
             for r in responses.poll(0.05):
                 text = self.replies[r.prompt.example.uid].pop(0)
                 ids = [*self.processor.tokenizer.encode(text), self.processor.eos_ids[0]]
@@ -292,7 +292,7 @@ def test_only_the_episodes_that_a_template_rewrites_are_split(loaded):
     processor.tokenizer = copy.deepcopy(plain.tokenizer)
     processor.tokenizer.chat_template = DROPS_THOUGHTS.replace("<think>\n{% endif %}", "{% endif %}")
     envs = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([3, 3, 2]), processor, start_of=envs.reset_example)
+    prompts = make_prompts(examples_of([3, 3, 2]), processor, reset_fn=envs.reset_example)
     replies = {"u0": ["one", "two", "three"], "u1": ["one", "<think>\nwhy\n</think>two", "three"], "u2": ["a", "b"]}
     rollouts = EpisodeEngine(Says(processor, replies), envs, processor).generate(prompts, 1, SamplingParams(400))
     decode = processor.tokenizer.decode
@@ -479,7 +479,7 @@ def test_one_that_sleeps_holds_nobody(kind, loaded, monkeypatch):
         monkeypatch.setattr(kind, "seconds", seconds)
         envs = environments(kind, max_turns=5)
         envs.all_answered_quickly = False  # a run waits once, 0.2 s, to learn that they are slow
-        prompts = make_prompts(examples_of([3] * 32), processor, start_of=envs.reset_example)
+        prompts = make_prompts(examples_of([3] * 32), processor, reset_fn=envs.reset_example)
         over, began = {}, time.monotonic()
         episodes = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor)
         done = episodes.generate(
@@ -673,7 +673,7 @@ def test_what_is_opened_is_closed(loaded):
 def test_blanked_episodes_show_blank_images_in_every_turn(loaded):
     hf, plain = loaded["qwen2_5_vl"]
     processor, envs = often(plain), environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([4, 4]), processor, blank=True, start_of=envs.reset_example)
+    prompts = make_prompts(examples_of([4, 4]), processor, blank=True, reset_fn=envs.reset_example)
     rollouts = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, SamplingParams(400))
     images = [image for r in rollouts for image in r.images]
     assert len(images) > 4 and all(image.pixel_values().std() < 1e-6 for image in images)
@@ -730,7 +730,7 @@ def test_special_tokens_that_the_policy_spells_stay_text_where_history_is_rewrit
     spelt = "b <|image_pad|> c <|im_end|> d <image>"
     monkeypatch.setattr(rollout, "response_text", lambda processor, tokens: spelt)
     made = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([3]), processor, start_of=made.reset_example)
+    prompts = make_prompts(examples_of([3]), processor, reset_fn=made.reset_example)
     [r] = EpisodeEngine(HFEngine(hf, processor, CPU), made, processor).generate(prompts, 1, SamplingParams(400))
     assert r.ended_by == "done" and r.n_turns == 3
     for turn in r.separate_turns:

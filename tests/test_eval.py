@@ -217,26 +217,26 @@ def test_others_images_have_the_size_of_those_they_replace():
                 coloured("c", ((84, 84), "yellow")), coloured("d")]
     shown = E.Ablation("shuffled", examples, identity, 0)
     for example in examples:
-        other = shown.start_of(example)
+        other = shown.reset_fn(example)
         assert other.image_sizes == example.image_sizes and other.messages == example.messages
         mine = {image.getpixel((3, 3)) for image in example.pil_images}
         assert not mine & {image.getpixel((3, 3)) for image in other.pil_images}
-        again = E.Ablation("shuffled", examples, identity, 0).start_of(example)
+        again = E.Ablation("shuffled", examples, identity, 0).reset_fn(example)
         assert list(again.images) == list(other.images)
     again = [coloured("a", ((56, 28), red)), coloured("b", ((56, 28), red))]  # the same image in another file
     again[1] = replace(again[1], images=[jpeg_free(red)])
     with pytest.raises(ValueError, match="row 'a': --ablate shuffled: no example has other images"):
-        E.Ablation("shuffled", again, identity, 0).start_of(again[0])
+        E.Ablation("shuffled", again, identity, 0).reset_fn(again[0])
     with pytest.raises(ValueError, match="row 'a': --ablate shuffled: no example has other images"):
         alike = [coloured("a", ((56, 28), red)), coloured("b", ((56, 28), red))]  # the same bytes
-        E.Ablation("shuffled", alike, identity, 0).start_of(alike[0])
+        E.Ablation("shuffled", alike, identity, 0).reset_fn(alike[0])
 
 
 def test_without_images_their_marks_go_too(loaded):
     example = coloured("a", ((56, 56), "red"), ((56, 56), "blue"))
     shown = E.Ablation("none", [example], identity, 0)
-    assert shown.start_of(example).messages == [{"role": "user", "content": "Which?"}] and not shown.blank
-    [prompt] = make_prompts([example], loaded["qwen2_5_vl"][1], start_of=shown.start_of)
+    assert shown.reset_fn(example).messages == [{"role": "user", "content": "Which?"}] and not shown.blank
+    [prompt] = make_prompts([example], loaded["qwen2_5_vl"][1], reset_fn=shown.reset_fn)
     assert prompt.images == [] and prompt.example is example  # which its reward gets
 
 
@@ -419,7 +419,7 @@ def test_training_evaluates_every_example_once(tp, toys, tmp_path):
     (["TOY", "--vllm", "tensor_parallel_size=2"], "--vllm tensor_parallel_size=2: the engine is hf"),
     (["TOY", "--vllm", "a=1"], "--vllm a=1: the engine is hf; remove --vllm"),
     (["TOY", "--baseline", "nobody/nothing"], "--baseline 'nobody/nothing'"),
-    (["TOY", "--max-prompt-tokens", "5"], "none of 10 prompts fits --max-prompt-tokens 5"),
+    (["TOY", "--max-prompt-tokens", "5"], "no usable prompts: 10 over --max-prompt-tokens 5, 0 with special tokens"),
     (["TOY", "--group-by", "level"], "--group-by level: no such column in"),
     (["TOY", "--env", "calculator", "--ablate", "none"], "use --ablate blank"),
     (["EMPTY_RUN"], "without a complete checkpoint"),

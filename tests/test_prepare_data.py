@@ -44,7 +44,7 @@ from prepare_data import (
 )
 from reward import Task, full_marks
 from rewards.grade import Grader
-from rollout import drop_long_prompts, load_examples
+from rollout import filter_prompts, load_examples
 from sources import fetch as fetching
 from sources import images
 from sources.fetch import fetch, is_public
@@ -1102,8 +1102,8 @@ def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, caps
     with pytest.raises(
         UserError, match=r"1 of 3 rows(.|\n)*train/f/1': the prompt text contains the special token \[STOP\]"
     ):
-        drop_long_prompts(examples, [processor], 2048)
-    kept, dropped, lengths = drop_long_prompts(examples, [processor], 2048, bad_rows="skip")
+        filter_prompts(examples, [processor], 2048)
+    kept, dropped, lengths = filter_prompts(examples, [processor], 2048, bad_rows="skip")
     assert [e.extra["index"] for e in kept] == [0, 2] and len(lengths) == 2 and "[STOP]" in dropped[0]
     args = train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--bad-rows", "skip"])
     loaded = load_examples(str(tmp_path / "f.parquet"), args.data, [processor], Grader())

@@ -816,7 +816,7 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     grader = Grader(RewardConfig(reward_workers=0))
     monkeypatch.setattr(evaluation, "CHUNK_EXAMPLES", 3)
 
-    def make_prompts(examples, processor, blank, start_of, context):
+    def make_prompts(examples, processor, blank, reset_fn, context):
         return [Prompt(e.uid, [], [], e, [], context=context) for e in examples]
 
     monkeypatch.setattr(evaluation, "make_prompts", make_prompts)

@@ -14,7 +14,7 @@ from engines.hf import DecodeBatch, HFEngine, PromptCache, compute_logits, sampl
 from engines.launch import make_engine, size_limits
 from errors import UserError
 from packing import Packer
-from rollout import ExampleList, SamplingParams, drop_long_prompts, make_prompts
+from rollout import ExampleList, SamplingParams, filter_prompts, make_prompts
 from tasks.shapes import encode_png
 from utils import DistContext
 
@@ -273,7 +273,7 @@ def test_blank_images_keep_their_size_and_lose_their_content(loaded, examples):
 def test_long_prompts_are_dropped_whole_and_reported(loaded, examples):
     _, processor = loaded["qwen2_5_vl"]
     lengths = [len(p.token_ids) for p in make_prompts(examples, processor)]
-    kept, dropped, kept_lengths = drop_long_prompts(examples, [processor], sorted(lengths)[1])
+    kept, dropped, kept_lengths = filter_prompts(examples, [processor], sorted(lengths)[1])
     assert sorted(kept_lengths) == sorted(lengths)[:2]
     assert [e.uid for e in kept] == [e.uid for e, n in zip(examples, lengths, strict=True) if n <= sorted(lengths)[1]]
     assert len(dropped) == 1 and str(max(lengths)) in dropped[0] and "--max-prompt-tokens" in dropped[0]

@@ -316,7 +316,7 @@ def test_what_a_server_that_is_lost_was_asked_is_asked_of_another_with_the_same_
     assert Counter(ask.uid for ask in servers[0].asks) == {"a": 3, "c": 3}
     again = [ask for ask in servers[1].asks if ask.uid in "ac"]
     assert sorted(again) == sorted(servers[0].asks) and len(servers[1].asks) == 12
-    told = f"--servers {URLS[0]} is left out: gone; servers left: 1\n"
+    told = f"rollout server {URLS[0]} is unavailable: gone; available servers: 1\n"
     assert capfd.readouterr().out.count(told) == 1  # six requests broke off
     assert_whole(engine.generate(prompts, 1, SamplingParams(ROOM)))
     assert len(servers[0].asks) == 6
@@ -330,10 +330,10 @@ def test_all_servers_are_lost(connect):
         engine.generate(prompts_of(*"abcd"), 2, SamplingParams(ROOM))
     lost = sorted(f"{url}: gone" for url in URLS[:2])
     remedy = "restart them, then repeat the command (in training with --resume auto)"
-    either = [f"--servers: no server is available ({'; '.join(order)}); {remedy}"
+    either = [f"rollout servers: none is available ({'; '.join(order)}); {remedy}"
               for order in (lost, lost[::-1])]  # fmt: skip
     assert str(told.value) in either
-    with pytest.raises(UserError, match="^--servers: no server accepted the new weights .*; restart them, [^\n]*$"):
+    with pytest.raises(UserError, match="^rollout servers: none accepted the new weights .*; restart them, [^\n]*$"):
         engine.load_weights(weights(2.0))
     assert engine.weights_version == 1
 
@@ -345,7 +345,7 @@ def test_where_no_server_is_left_a_run_is_asked_to_end(connect):
     for server in servers:
         server.on_token = at_token(5, partial(setattr, server, "dead", True))
     assert len(engine.generate(prompts_of(*"abcd"), 2, SamplingParams(ROOM))) == 8
-    assert len(asked) == 1 and asked[0].startswith("--servers: no server is available (")
+    assert len(asked) == 1 and asked[0].startswith("rollout servers: none is available (")
     told, gathered = synced(engine, 2.0)
     assert engine.weights_version == 2 and told == {"sync/servers": 0.0} and not gathered
     for server in servers:
@@ -611,8 +611,8 @@ def test_an_update_that_fails_on_one_server(connect, capfd):
     assert asked == ["all"] and not engine.unavailable and engine.weights_version == 4 and told["sync/servers"] == 2.0
     assert bad.updates[-1] == good.updates[-1] == ["a", "b"] and bad.label == f"{engine.run_id}-4"
     out = capfd.readouterr().out
-    assert out.count(f"--servers {URLS[0]} is left out: weight sync failed") == 1
-    assert out.count(f"--servers {URLS[0]} is used again\n") == 1
+    assert out.count(f"rollout server {URLS[0]} is unavailable: weight sync failed") == 1
+    assert out.count(f"rollout server {URLS[0]} is available again\n") == 1
     assert synced(engine, 5.0)[1] == ["trained"]
 
 
@@ -726,7 +726,7 @@ def test_processes_agree_on_which_servers_are_lost(connect, capfd):
     assert synced(engine, 2.0)[1] == ["all"] and engine.unavailable == {URLS[1]: "no answer"}
     servers[1].silent = False
     synced(engine, 3.0)
-    assert not engine.unavailable and f"--servers {URLS[1]} is used again" in capfd.readouterr().out
+    assert not engine.unavailable and f"rollout server {URLS[1]} is available again" in capfd.readouterr().out
     engine.ctx = process0
     assert_whole(engine.generate(prompts_of(*"ab"), 1, SamplingParams(ROOM)), version=3)
 
@@ -859,7 +859,7 @@ def test_an_answer_of_another_form_loses_its_server_alone(connect, capsys):
 
     servers[1].generate = odd
     engine.generate(prompts_of("a", "b", "c", "d"), 2, SamplingParams(ROOM))
-    assert f"{URLS[1]} is left out: its reply cannot be parsed: TypeError" in capsys.readouterr().out
+    assert f"{URLS[1]} is unavailable: its reply cannot be parsed: TypeError" in capsys.readouterr().out
 
 
 def test_servers_take_their_gpus_from_those_that_are_visible(monkeypatch, tmp_path):

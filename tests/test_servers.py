@@ -208,7 +208,7 @@ def test_a_server_that_dies_in_mid_generation_and_comes_back(two, mixed, capfd):
     victim, process = two.urls[1], [*two.local.processes.values()][1]
     rollouts = in_the_middle(engine, prompts, 8, sampling, partial(os.killpg, process.pid, signal.SIGKILL))
     assert_same(rollouts, expected)  # nothing is lost, nothing is sampled in another way
-    assert list(engine.unavailable) == [victim] and f"--servers {victim} is left out" in capfd.readouterr().out
+    assert list(engine.unavailable) == [victim] and f"rollout server {victim} is unavailable" in capfd.readouterr().out
     engine.load_weights(named(other(two, 2)))
     assert engine.synced_urls == two.urls[:1]
 
@@ -222,7 +222,7 @@ def test_a_server_that_dies_in_mid_generation_and_comes_back(two, mixed, capfd):
     hf = other(two, 3)
     engine.load_weights(named(hf))
     assert not engine.unavailable and engine.synced_urls == two.urls
-    assert f"--servers {victim} is used again" in capfd.readouterr().out
+    assert f"rollout server {victim} is available again" in capfd.readouterr().out
     rollouts = engine.generate(prompts, 8, sampling)
     assert max(map(torch.max, gaps(rollouts, hf, two.processor))) <= 1e-5
 
@@ -277,7 +277,7 @@ def test_an_update_that_fails_on_one_server(two, mixed, monkeypatch):  # noqa: F
     monkeypatch.undo()
     engine.load_weights(named(hf))
     assert not engine.unavailable
-    with pytest.raises(UserError, match="--servers: no server accepted the new weights .*no parameter 'nobody'"):
+    with pytest.raises(UserError, match="rollout servers: none accepted the new weights .*no parameter 'nobody'"):
         engine.load_weights([("nobody", torch.zeros(3))])
 
 

@@ -729,7 +729,7 @@ CASES = [
     ("broken", {}, "row 2: image 0 .* cannot be decoded"),
     ("unmarked", {}, "row 3: 2 <image> placeholders in the prompt but 1 images"),
     ("unknown", {}, "'chess'.*--reward"),
-    ("good", {"--max-prompt-tokens": "10"}, "none of 6 prompts fits --max-prompt-tokens 10"),
+    ("good", {"--max-prompt-tokens": "10"}, "no usable prompts: 6 over --max-prompt-tokens 10, 0 with special tokens"),
     (
         "good",
         {"--prompts-per-step": "5", "--minibatches": "2"},

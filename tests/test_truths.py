@@ -198,4 +198,4 @@ def test_every_tasks_own_instruction_is_enough(tmp_path, capsys, loaded):
     assert reward.TASKS["which"].instruction != reward.TASKS["nlvr2"].instruction
     for task in ("geo3k", "vqa", "digits", "shapes", "nlvr2", "geospot", "caption"):  # toys ask in their own words
         main(parse_args([task, "--toy", "--n", "6", "--out", str(tmp_path / "toy.parquet")]))
-        assert not list(Grader().unasked(read_examples(tmp_path / "toy.parquet", DataFormatConfig())[0])), task
+        assert not list(Grader().format_warnings(read_examples(tmp_path / "toy.parquet", DataFormatConfig())[0])), task

@@ -362,7 +362,7 @@ def test_a_group_has_a_signal_if_two_of_its_rewards_differ(ctx):
     rollouts = make_rollouts([[1.0] * 4, [0.0, 1.0, 1.0, 1.0]])
     pool.add(rollouts, [r.rewards for r in rollouts])
     assert pool.has_signal == {(0, 0): False, (0, 1): True} and pool.mean_accuracy == {"p0": 1.0, "p1": 0.75}
-    assert (pool.batches_drawn, pool.position) == (1, 6) and not pool.is_full()
+    assert (pool.batches_used, pool.position) == (1, 6) and not pool.is_full()
 
 
 def test_dynamic_sampling_takes_the_first_groups_with_a_signal():
@@ -375,11 +375,11 @@ def test_dynamic_sampling_takes_the_first_groups_with_a_signal():
     for wanted, (chosen, counts) in expected.items():
         algo, rollout = parse("--max-gen-batches 3").algo, RolloutConfig(prompts_per_step=wanted)
         pool = GroupPool(algo, rollout, 0, DistContext(0, 1, torch.device("cpu")))
-        pool.has_signal, pool.batches_drawn = dict(signals), 2
+        pool.has_signal, pool.batches_used = dict(signals), 2
         assert pool.select_groups() == chosen
         assert sampling_metrics(pool) == {f"sampling/{name}": n for name, n in counts.items()}
         assert pool.is_full() == (wanted <= 4)
-        pool.batches_drawn = 3
+        pool.batches_used = 3
         assert pool.is_full()
 
 
