@@ -51,9 +51,10 @@ def parse_args(argv: list[str] | None = None) -> MergeConfig:
 
 def main(cfg: MergeConfig) -> None:
     """Write the folder --out."""
+    need(Path(cfg.run).exists(), f"{cfg.run!r} does not exist{nearest_path(cfg.run)}")
     need(any(Path(cfg.run, name).is_file() for name in ("run.json", "trainer.json", "adapter_config.json")),
          f"{cfg.run!r} is neither a run directory nor a complete checkpoint nor a PEFT adapter: it does not contain "
-         f"run.json, trainer.json or adapter_config.json{nearest_path(cfg.run)}")
+         "run.json, trainer.json or adapter_config.json")
     base, _, run = resolve_model(cfg.run, "RUN")
     out = Path(cfg.out)
     check_output_is_new(out)
