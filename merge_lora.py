@@ -37,7 +37,7 @@ class MergeConfig:
     """Merging"""
 
     run: str = flag_field(REQUIRED, "run (its newest intact checkpoint), checkpoint or PEFT adapter", positional=True)
-    out: str = flag_field(REQUIRED, "folder to write; must not exist or be empty", metavar="DIR")
+    out: str = flag_field(REQUIRED, "folder to write; must be new or empty", metavar="DIR")
     dtype: str = flag_field("float32", "dtype of the written weights", choices=("float32", "bfloat16"))
     adapter: bool = flag_field(False, "write only the adapter, not merged, in PEFT's format")
 
