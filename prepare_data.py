@@ -181,7 +181,7 @@ class ConvertConfig(DataFormatConfig):
     split: str = flag_field("train", "split to read or generate; stored in extra_info.split", choices=tuple(SPLITS))
     limit: int | None = flag_field(None, "max valid rows to write: the first ones (default: all)", least=1)
     inspect: bool = flag_field(False, "also print rows and statistics of the written file")
-    input: tuple[str, ...] = flag_field((), "input files, globs or URLs (s3://...); for parquet also folders", metavar="FILE")
+    input: tuple[str, ...] = flag_field((), "files, globs or URLs (s3://...); for parquet also folders", metavar="FILE")
     system: str = flag_field("", "system message put before each prompt")
     prompt_template: str = flag_field("", "prompt built from columns: '<image>{question}\\nChoices: {choices}'",
                                       metavar="TEXT")

@@ -176,7 +176,7 @@ def test_geo3k_hub_shards(tmp_path):
     assert e.extra["letter"] == "B" and e.extra["answer_type"] == "fraction" and e.extra["choices"] == ["1", "2"]
     run("geo3k", "--input", clone, "--split", "val", "--out", out, "--data-source", "hiyouga/geometry3k")
     assert [e.uid for e in read_examples(out)[0]] == ["hiyouga/geometry3k/val/100"]
-    with pytest.raises(ValueError, match="no such file, folder of parquet files of --split test"):
+    with pytest.raises(ValueError, match="no such file or folder of parquet files of --split test"):
         run("geo3k", "--input", clone, "--split", "test", "--out", out)
 
 
@@ -387,7 +387,7 @@ def test_file_errors(tmp_path):
     pq.write_table(pa.Table.from_pylist([verl_row(0)]).slice(0, 0), tmp_path / "none.parquet")
     assert "none.parquet has no rows" in message_of(tmp_path / "none.parquet")
     (tmp_path / "empty").mkdir()
-    assert "empty: no such file, folder of parquet files" in message_of(tmp_path / "empty")
+    assert "empty: no such file or folder of parquet files" in message_of(tmp_path / "empty")
 
 
 def test_damaged_pages_name_the_file(tmp_path):
