@@ -32,15 +32,16 @@ def need(ok: bool, message: str) -> None:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return "; nearest: A, B" with the known words that are most like a wrong one, or "" if none is close."""
-    matches = ", ".join(difflib.get_close_matches(word, list(known), cutoff=0.5))
-    return matches and f"; nearest: {matches}"
+    """Return " (did you mean A or B?)" with the known words that are most like a wrong one, or "" if none is close."""
+    matches = " or ".join(difflib.get_close_matches(word, known, cutoff=0.7))
+    return matches and f" (did you mean {matches}?)"
 
 
 def nearest_path(path: str | Path) -> str:
-    """Return "; nearest: A, B" with the most similar names in the folder of a wrong path, or "" if none is close."""
-    folder = Path(path).parent
-    return nearest(Path(path).name, os.listdir(folder) if folder.is_dir() and not Path(path).exists() else ())
+    """Return " (did you mean A or B?)" with the most similar names in the folder of a wrong path, or "" if none is
+    close."""
+    path = Path(path)
+    return nearest(path.name, os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else ())
 
 
 def in_copy(module: str) -> bool:

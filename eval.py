@@ -100,8 +100,8 @@ class EvalConfig(InheritedConfig, ConnectionConfig):
     out: str = flag_field(REQUIRED, "output directory for eval.json, predictions.jsonl and report.html", metavar="DIR")
     baseline: tuple[str, ...] = flag_field((), "other models to evaluate on the same examples, for paired comparisons",
                                            metavar="MODEL")
-    ablate: tuple[str, ...] = flag_field((), "evaluate again with blank (white) images, shuffled images of other "
-                                         "examples, or none", choices=tuple(ABLATIONS))
+    ablate: tuple[str, ...] = flag_field((), "evaluate again with blank (white) images, shuffled images (those of "
+                                         "other examples) or none (no images)", choices=tuple(ABLATIONS))
     group_by: tuple[str, ...] = flag_field((), "data columns; also report the metric for each of their values",
                                            metavar="COLUMN")
     limit: int | None = flag_field(None, "evaluate only the first N examples", least=1)
@@ -111,7 +111,7 @@ class EvalConfig(InheritedConfig, ConnectionConfig):
     rollout: str = flag_field("auto", "engine; auto: vllm on a GPU where it is installed (default: auto, or server "
                               "for a run that trained on servers)", choices=ENGINES)
     vllm: tuple[str, ...] = flag_field((), VLLM_HELP, metavar="KEY=VALUE")
-    seed: int = flag_field(0, "random seed of sampling")
+    seed: int = flag_field(0, "random seed for sampling")
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def describe_run_settings(cfg: EvalConfig) -> list[str]:
     for name, (old, new) in changed.items():
         value = "none" if old in (None, []) else format_flag(name, old).partition(" ")[2]
         others.append(f"{format_flag(name, new)} (run: {value})")
-    lines = {"as in the run": same, "unlike the run's evaluations": others}
+    lines = {"same as in training": same, "unlike the run's evaluations": others}
     return [f"{title}: {', '.join(flags)}" for title, flags in lines.items() if flags]
 
 

@@ -37,7 +37,7 @@ class MergeConfig:
     """Merging"""
 
     run: str = flag_field(REQUIRED, "run (its newest intact checkpoint), checkpoint or PEFT adapter", positional=True)
-    out: str = flag_field(REQUIRED, "folder to write; must not exist or be empty", metavar="DIR")
+    out: str = flag_field(REQUIRED, "folder to write; must be new or empty", metavar="DIR")
     dtype: str = flag_field("float32", "dtype of the written weights", choices=("float32", "bfloat16"))
     adapter: bool = flag_field(False, "write only the adapter, not merged, in PEFT's format")
 
@@ -51,9 +51,10 @@ def parse_args(argv: list[str] | None = None) -> MergeConfig:
 
 def main(cfg: MergeConfig) -> None:
     """Write the folder --out."""
+    need(Path(cfg.run).exists(), f"{cfg.run!r} does not exist{nearest_path(cfg.run)}")
     need(any(Path(cfg.run, name).is_file() for name in ("run.json", "trainer.json", "adapter_config.json")),
          f"{cfg.run!r} is neither a run directory nor a complete checkpoint nor a PEFT adapter: it does not contain "
-         f"run.json, trainer.json or adapter_config.json{nearest_path(cfg.run)}")
+         "run.json, trainer.json or adapter_config.json")
     base, _, run = resolve_model(cfg.run, "RUN")
     out = Path(cfg.out)
     check_output_is_new(out)

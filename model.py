@@ -79,25 +79,24 @@ class ModelConfig(PixelConfig):
     """Model"""
 
     model: str = flag_field(REQUIRED, "model folder or Hugging Face hub id")
-    family_paths: tuple[str, ...] = flag_field((), "for a model family not in model.FAMILIES: module paths of its "
-                                               "vision tower and language model, such as model.visual "
-                                               "model.language_model", metavar="PATH")
+    family_paths: tuple[str, ...] = flag_field((), "module paths of the vision tower and the language model, such as "
+                                               "model.visual model.language_model, for families not in model.FAMILIES",
+                                               metavar="PATH")
     train_vision: str = flag_field("none", "vision weights to train: none, merger (projector), tower (all but the "
-                                   "merger), all; with LoRA none or tower", choices=TRAIN_VISION)
+                                   "merger), all; with LoRA, only none or tower", choices=TRAIN_VISION)
     dtype: str = flag_field("auto", "compute dtype; auto: bfloat16 on a GPU, float32 on a CPU",
                             choices=("auto", "float32", "bfloat16"))
     master_dtype: str = flag_field("fp32", "dtype of weights and optimizer state; bf16 halves memory but loses small "
                                    "updates (harmless with LoRA)", choices=("fp32", "bf16"))
-    attn: str = flag_field("auto", "attention of the update: sdpa (CPU), flex (GPU), flash (GPU, does not share "
-                           "prompts); auto: flex on a GPU, else sdpa", choices=("auto", *ATTENTION_BACKENDS))
+    attn: str = flag_field("auto", "attention of the update: sdpa (any device), flex (GPU only), flash (GPU only, does "
+                           "not share prompts); auto: flex on a GPU, else sdpa", choices=("auto", *ATTENTION_BACKENDS))
     kernel: str = flag_field("auto", "policy-head implementation: triton (GPU) or plain torch; auto: triton on a GPU "
                              "if it is installed", choices=KERNELS)
     vision_cache_gb: float = flag_field(2.0, "GiB for cached image features of a frozen vision tower; 0: no cache",
                                         least=0)
     gradient_checkpointing: bool = flag_field(False, "recompute activations in the backward pass (less memory, more "
                                               "compute)")
-    lora_rank: int = flag_field(0, "LoRA rank; 0: train the weights themselves. LoRA needs a larger --lr, about 3e-5",
-                                least=0)
+    lora_rank: int = flag_field(0, "LoRA rank; 0: full fine-tuning. LoRA needs a larger --lr, about 3e-5", least=0)
     lora_alpha: float = flag_field(32.0, "LoRA alpha: adapter outputs are scaled by alpha / rank", above=0)
     lora_targets: tuple[str, ...] = flag_field((), "names of the linear layers to adapt (default: all in the language "
                                                "blocks)")
@@ -137,9 +136,9 @@ class ModelConfig(PixelConfig):
 def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrainedConfig:
     """Return the model's config, before anything large is read. Raise UserError for a path or family that cannot be
     loaded."""
-    remedy = f"give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct{nearest_path(path)}"
-    need(os.path.isdir(path) or path.count("/") <= 1, f"--model {path!r}: no such folder; {remedy}")
-    with _config_errors(path, f"no config.json in such a folder or on the hub; {remedy}"):
+    remedy = f"{nearest_path(path)}; give a model folder or hub id such as Qwen/Qwen2.5-VL-3B-Instruct"
+    need(os.path.isdir(path) or path.count("/") <= 1, f"--model {path!r}: no such folder{remedy}")
+    with _config_errors(path, f"neither a folder with a config.json nor a model on the Hugging Face hub{remedy}"):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     find_family(config, path, paths)
     check_packable(config, path)

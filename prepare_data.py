@@ -94,16 +94,17 @@ class DataFormatConfig:
     """Data format"""
 
     prompt_key: str = flag_field("prompt", "dataset column of the prompt")
-    image_key: str = flag_field("images", "dataset column of the images; several as left,right; '' for text-only data")
+    image_key: str = flag_field("images", "dataset columns of the images, separated by commas; '' for text-only data")
     answer_key: str = flag_field(TRUTH, "dataset column of the ground truth; several (country,city) become one JSON "
                                  "object")
     data_source: str | None = flag_field(None, "task of every row, such as geo3k; overrides the data_source column")
-    instruction: str = flag_field("", "text appended to prompts that do not end with it; a task's name means its "
-                                  "instruction")
+    instruction: str = flag_field("", "text appended to prompts that do not end with it, or the name of a task, for "
+                                  "that task's instruction")
     bad_rows: str = flag_field("error", "on unreadable or invalid rows: stop with an error, or skip and count them",
                                choices=("error", "skip"))
-    image_root: str | None = flag_field(None, "folder of relative image paths; paths outside it are refused (default: "
-                                        "the data file's folder, without that restriction)", metavar="DIR")
+    image_root: str | None = flag_field(None, "folder that relative image paths are resolved against; paths outside it "
+                                        "are refused (default: the data file's folder, without that restriction)",
+                                        metavar="DIR")
 
     # These are settings only of ConvertConfig, which writes files
     split = None
@@ -150,7 +151,7 @@ class ConvertConfig(DataFormatConfig):
     split: str = flag_field("train", "split to read or generate; stored in extra_info", choices=tuple(tables.SPLITS))
     limit: int | None = flag_field(None, "max valid rows to write: the first ones (default: all)", least=1)
     inspect: bool = flag_field(False, "also print rows and statistics of the written file")
-    input: tuple[str, ...] = flag_field((), "files, globs, URLs like s3://; for parquet also folders", metavar="FILE")
+    input: tuple[str, ...] = flag_field((), "files, globs or URLs (s3://...); for parquet also folders", metavar="FILE")
     system: str = flag_field("", "system message put before each prompt")
     prompt_template: str = flag_field("", "prompt built from columns: '<image>{question}\\nChoices: {choices}'",
                                       metavar="TEXT")
@@ -171,7 +172,7 @@ class ToyConfig(ConvertConfig):
 
     toy: bool = flag_field(False, "generate toy rows with the task's file, instead of reading files")
     n: int = flag_field(1000, "number of toy rows", least=1)
-    seed: int = flag_field(0, "random seed of the toy rows")
+    seed: int = flag_field(0, "random seed for the toy rows")
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ class RewardConfig:
     reward_timeout: float = flag_field(30.0, "seconds per reward call; not enforced with --reward-workers 0", above=0)
     reward_workers: int = flag_field(2, "reward worker processes per rank; 0: run rewards in the training process",
                                      least=0)
-    curriculum: str | None = flag_field(None, "TOML or JSON file of curriculum stages, or none (default: the task's "
-                                        "own, if any); docs/curriculum.md", metavar="FILE",
+    curriculum: str | None = flag_field(None, "TOML or JSON file of curriculum stages; none: no curriculum (default: "
+                                        "the task's own, if any); docs/curriculum.md", metavar="FILE",
                                         from_run=lambda file: file == "none" or Path(str(file)).is_file())
     judge_url: str | None = flag_field(None, "base URL of an OpenAI-compatible server whose model scores responses",
                                        metavar="URL", from_run=never)

@@ -303,8 +303,8 @@ def assign_rewards(
 
 ENGINES = ("auto", "hf", "vllm", "server")
 VLLM_HELP = (
-    "arguments of vLLM's LLM, such as gpu_memory_utilization=0.5 or tensor_parallel_size=2 (neighbouring processes "
-    "share an engine), and sleep_level, which sets what vLLM keeps during the update: everything (0), its weights in "
+    "arguments of vLLM's LLM, such as gpu_memory_utilization=0.5 or tensor_parallel_size=2 (consecutive ranks share "
+    "an engine), and sleep_level, which sets what vLLM keeps during the update: everything (0), its weights in "
     "host memory (1, the default), or nothing (2)"
 )
 
@@ -316,7 +316,7 @@ class RolloutConfig:
     prompts_per_step: int = flag_field(16, "prompts per step, over all processes (P)", least=1)
     max_new_tokens: int = flag_field(512, "max new tokens per response (for episodes: all turns and observations "
                                      "together)", least=1)
-    temperature: float = flag_field(1.0, "sampling temperature; all log-probabilities are computed at it too", above=0)
+    temperature: float = flag_field(1.0, "sampling temperature, also used for all log-probabilities", above=0)
     rollout: str = flag_field("auto", "rollout engine; auto: vllm on a GPU if it is installed, else hf",
                               choices=ENGINES)
     vllm: tuple[str, ...] = flag_field((), VLLM_HELP, metavar="KEY=VALUE", from_run=plain_pair)
@@ -345,8 +345,8 @@ class EnvConfig:
     env: str | None = flag_field(None, "environment of multi-turn episodes: a name in envs/, or your own; "
                                  "docs/environments.md", metavar="NAME|FILE.py:CLASS",
                                  from_run=lambda name: ":" not in str(name))
-    env_settings: tuple[str, ...] = flag_field((), "constructor arguments of the environment; values are JSON, else "
-                                               "text", metavar="KEY=VALUE", from_run=plain_pair, part_of="env")
+    env_settings: tuple[str, ...] = flag_field((), "constructor arguments of the environment; parsed as JSON, or "
+                                               "taken as text", metavar="KEY=VALUE", from_run=plain_pair, part_of="env")
     max_turns: int = flag_field(4, "max responses per episode", least=1)
     turn_gamma: float = flag_field(1.0, "discount per turn (1: none)", above=0, most=1)
     env_errors: str = flag_field("drop", "episodes whose environment fails: drop them, give reward zero, or stop the "

@@ -55,16 +55,9 @@ def plain_pair(pair: Any) -> bool:
 
 
 def flag_field(
-    default: Any,
-    help: str,
-    choices: Sequence[str] = (),
-    metavar: str = "",
-    positional: bool = False,
-    from_run: Callable[[Any], bool] = always,
-    part_of: str = "",
-    key: bool = False,
-    **bounds: float,
-) -> Any:
+    default: Any, help: str, choices: Sequence[str] = (), metavar: str = "", positional: bool = False,
+    from_run: Callable[[Any], bool] = always, part_of: str = "", key: bool = False, **bounds: float,
+) -> Any:  # fmt: skip
     """Return a dataclass field that is also a flag: an int, float, str or bool, one of these | None, or a tuple[str,
     ...]. `bounds`: least, above, most. `from_run` returns whether a value (of a tuple: each item) may be read from a
     run's folder, which may come from a stranger; see load_run_settings. `part_of` is the setting without which this one
@@ -131,13 +124,13 @@ def help_with_default(f: Field) -> str:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser of flags that cannot be abbreviated. An error is one line and names the nearest flag. Each subcommand
-    has a parser of this class too."""
+    """A parser of flags that cannot be abbreviated. An error is one line and suggests similar flags. Each
+    subcommand has a parser of this class too."""
 
     def __init__(self, description: str | None = None, **kwargs: Any):
-        raw_text = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, allow_abbrev=False, formatter_class=raw_text, **kwargs)
-        self.keys: dict[str, tuple[Field, Any]] = {}  # the settings of --algo-args and their types
+        super().__init__(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+                         formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self.keys: dict[str, tuple] = {}  # of --algo-args: name -> (Field, type)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
         """Report unknown flags first, because they may cause the other errors; then parse --algo-args too."""
@@ -175,23 +168,24 @@ def optional_type(value_type: type) -> Callable[[str], Any]:
 
 
 def add_flags(parser: FlagParser, cls: type) -> None:
-    """Add the settings of a dataclass, and those of each of its bases, as sections of flags. Settings that are not
-    given are absent from the parsed arguments."""
-    hints = get_type_hints(cls)
+    """Add the settings of a dataclass, and those of each of its bases, as sections of flags. Classes with the same
+    title share a section. Flags that are not passed are absent from the parsed arguments."""
+    hints, sections = get_type_hints(cls), {}
     for base in cls.__mro__[:-1]:
-        section = parser.add_argument_group(base.__doc__.splitlines()[0])
-        settings = [f for f in fields(base) if f.name in base.__annotations__]
-        if keys := {f.name: (f, hints[f.name]) for f in settings if f.metadata["key"]}:
-            parser.keys, key_help = keys, f"{', '.join(keys)}; docs/algorithms.md"
-            options = {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}
-            section.add_argument("--algo-args", help=key_help, metavar="KEY=VALUE", **options)
-        for f in settings:
-            if f.name in keys:
+        title = base.__doc__.splitlines()[0]
+        section = sections.setdefault(title, parser.add_argument_group(title))  # --help leaves out an empty one
+        for f in fields(base):
+            if f.name not in base.__annotations__:
+                continue
+            choices, positional, help_text = f.metadata["choices"], f.metadata["positional"], help_with_default(f)
+            if f.metadata["key"]:
+                parser.keys[f.name] = f, hints[f.name]
+                text = f"\n  {f.name}={'|'.join(choices) or 'VALUE'}: {help_text}"
+                section.description = (section.description or "Keys of --algo-args:") + text
                 continue
             value_type, is_tuple, may_be_none = parse_type_hint(hints[f.name])
-            choices, positional = f.metadata["choices"], f.metadata["positional"]
             metavar = f.metadata["metavar"] or METAVARS.get(value_type, f.name.rpartition("_")[2].upper())
-            options = {"help": help_with_default(f).replace("%", "%%"), "default": argparse.SUPPRESS}
+            options = {"help": help_text.replace("%", "%%")}
             if value_type is bool:
                 options["action"] = argparse.BooleanOptionalAction
             else:
@@ -203,22 +197,23 @@ def add_flags(parser: FlagParser, cls: type) -> None:
             if f.default is REQUIRED:  # only these are in the usage line: argparse's default would list every flag
                 usage = metavar if positional else f"{flag_name(f.name)} {metavar}"
                 parser.usage = f"{parser.usage or '%(prog)s [flags]'} {usage}"
+        if section.description:
+            section.add_argument("--algo-args", help="rarely changed settings, as KEY=VALUE; the keys are listed above",
+                                 nargs="+", action="extend", metavar="KEY=VALUE")
 
 
 @dataclass(frozen=True)
 class PixelConfig:
     """Image sizes"""
 
-    min_pixels: int | None = flag_field(None, "enlarge smaller images to this many pixels (default: the processor's "
-                                        "value)", least=1)
-    max_pixels: int | None = flag_field(None, "shrink larger images to this many pixels (default: the processor's "
-                                        "value)", least=1)
+    min_pixels: int | None = flag_field(None, "enlarge smaller images to N pixels (default: the processor's)", least=1)
+    max_pixels: int | None = flag_field(None, "shrink larger images to N pixels (default: the processor's)", least=1)
 
 
 def check_given(values: Mapping[str, object], *classes: type) -> None:
     """Raise a UserError that lists every required setting of these dataclasses that `values` lacks."""
     missing = [f for cls in classes for f in fields(cls) if f.default is REQUIRED and f.name not in values]
-    need(not missing, "; ".join(f"{flag_name(f.name)} is missing: {f.metadata['help']}" for f in missing))
+    need(not missing, "; ".join(f"{flag_name(f.name)} is required: {f.metadata['help']}" for f in missing))
 
 
 def build_config(cls: type[T], values: Mapping[str, object]) -> T:

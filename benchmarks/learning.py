@@ -455,7 +455,7 @@ def report_algorithms(args: argparse.Namespace) -> None:
         for differences in differences_by_measure.values():
             adjusted = dict(zip(others, holm([differences[other].p for other in others]), strict=True))
             compared += [differences[algo].describe(), f"{adjusted[algo]:.2g}"] if algo in others else ["", ""]
-        batches = [sum(row.get("sampling/rounds", 1) for row in run if "reward/mean" in row) for run in rows[algo]]
+        batches = [sum(row.get("sampling/batches", 1) for row in run if "reward/mean" in row) for run in rows[algo]]
         each = ", ".join(format(x, ".3f") for x in after[algo])
         cells = [algo, f"{after[algo].mean():.3f}", each, *compared, f"{PER_BATCH * fmean(batches):,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")

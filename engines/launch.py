@@ -34,15 +34,15 @@ VLLM_INSTALL_HINT = "pip install -r requirements-gpu.txt (on a CPU: docs/scale.m
 
 @dataclass(frozen=True)
 class ConnectionConfig:
-    """Connection to rollout servers"""
+    """Rollout servers (--rollout server; docs/scale.md)"""
 
     servers: tuple[str, ...] = flag_field((), "URLs of vLLM or SGLang servers, which `python -m engines.serve` starts",
                                           metavar="URL", from_run=never)
     sync: str = flag_field(
         "auto",
-        "weight sync: broadcast (nccl, gloo), or through --out on a shared disk: all weights "
-        "(disk) or the LoRA adapter; auto: nccl on a GPU, else gloo",
-        choices=("auto", "nccl", "gloo", "disk", "adapter"),
+        "how weights reach the servers. nccl, gloo: broadcast; disk: all weights, through files in --out on a "
+        "shared disk; adapter: only the LoRA adapter, in the same way; auto: nccl on a GPU, else gloo",
+        choices=("auto", "nccl", "gloo", "disk", "adapter")
     )
     server_timeout: float = flag_field(
         600.0, "seconds a server may take for one response or one weight update", above=0
@@ -55,10 +55,11 @@ class RolloutServerConfig(ConnectionConfig):
 
     serve: int = flag_field(0, "number of vLLM servers to run on this machine during training; not with --servers",
                             least=0)
-    async_steps: int = flag_field(0, "sample up to K batches ahead, with weights at most K updates old; 0: synchronous",
-                                  least=0)
-    in_flight: str = flag_field("abort", "requests in flight at a weight sync: keep their KV cache; abort, then resume "
-                                "with the new weights; or wait for them", choices=("keep", "abort", "wait"))
+    async_steps: int = flag_field(0, "sample up to N batches ahead; trained tokens come from weights at most N syncs "
+                                  "old; 0: synchronous", least=0)
+    in_flight: str = flag_field("abort", "what happens to running requests at a weight sync. keep: continue with the "
+                                "new weights on the old KV cache; abort: stop, then recompute and continue with the "
+                                "new weights; wait: let them finish first", choices=("keep", "abort", "wait"))
 
     def check(self, engine: str, vllm: tuple[str, ...], model: ModelConfig) -> None:
         """Raise UserError if these flags contradict each other, --rollout, --vllm or the flags of the model."""
@@ -67,10 +68,9 @@ class RolloutServerConfig(ConnectionConfig):
             flags = " ".join(format_flag(name, value) for name, value in changed.items())
             need(not changed, f"{flags}: only for servers, but the engine is --rollout {engine}; use --rollout server")
             return
-        both = "both" if self.servers else "neither"
-        need(bool(self.servers) != bool(self.serve),
-             f"--rollout server: give --servers URL... or --serve N, not {both}"
-             + (" (to drop the servers of a resumed run, pass --servers default)" if self.servers else ""))
+        need(self.servers or self.serve, "--rollout server needs --servers URL... or --serve N")
+        need(not (self.servers and self.serve), "--servers and --serve exclude each other; pass one (to drop the "
+             "servers of a resumed run, pass --servers default)")
         need(not vllm or self.serve > 0,
              "--vllm has no effect on running servers; pass it to the command that starts them, or use --serve")
         need(self.sync != "adapter" or model.lora_rank > 0, "--sync adapter needs an adapter; set --lora-rank above 0")

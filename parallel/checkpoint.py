@@ -139,7 +139,8 @@ def resolve_model(path: str, flag: str = "MODEL") -> tuple[str, Path | None, dic
     try:
         load_config(base, build_config(ModelConfig, args | {"model": base}).family_paths)
     except UserError as error:  # it names --model, the flag of train.py
-        raise UserError(str(error).replace("--model", flag, 1)) from error
+        message = str(error).replace("give a model", "give a run directory, checkpoint, adapter, model")
+        raise UserError(message.replace("--model", flag, 1)) from error
     return base, checkpoint, args
 
 

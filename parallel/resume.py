@@ -23,26 +23,31 @@ FIXED = ("model", "train_vision", "lora_targets", "prompts_per_step")
 class RunConfig:
     """Run"""
 
-    steps: int = flag_field(REQUIRED, "training steps in all; a resumed run counts its earlier ones", least=1)
+    steps: int = flag_field(REQUIRED, "total training steps, including those before a resume", least=1)
     out: str = flag_field(REQUIRED, "run directory for checkpoints, metrics, rollouts and the report", from_run=never)
     resume: str = flag_field(
         "no",
-        "no; auto (newest intact checkpoint in --out, if any); or a run or checkpoint. Flags "
-        "not passed keep that run's values; those that name code, servers or secrets must be passed "
-        "again: docs/data.md",
+        "no, auto (newest intact checkpoint in --out, if any), or the path of a run or checkpoint. Flags "
+        "not passed keep that run's values; those that name code, servers or secrets must be passed again: docs/data.md"
     )
-    eval_every: int = flag_field(0, "steps between evaluations; 0: only before the first and after the last", least=0)
+    eval_every: int = flag_field(
+        0, "steps between evaluations; 0: only before the first step and after the last one", least=0
+    )
     save_every: int = flag_field(50, "steps between checkpoints; the last step is always saved", least=1)
     keep: int = flag_field(2, "number of newest checkpoints to keep", least=1)
-    keep_best: bool = flag_field(False, "also keep the checkpoint with the best evaluation, saved right after it")
-    report_to: tuple[str, ...] = flag_field((), "log metrics and sample tables also to tensorboard, wandb, or both",
+    keep_best: bool = flag_field(
+        False, "also keep the best checkpoint by evaluation score, saved right after that evaluation"
+    )
+    report_to: tuple[str, ...] = flag_field((), "also log metrics and sample tables to tensorboard, wandb, or both",
                                         metavar="TRACKER", from_run=lambda name: name == "tensorboard")  # not wandb
     self_test: bool = flag_field(True, "before the first step, check that engine and trainer agree on real prompts")
-    grace_seconds: float = flag_field(60.0, "seconds to save a checkpoint and exit after SIGTERM, Ctrl-C, ...", above=0)
-    timeout_minutes: float = flag_field(
-        30.0, "stop, and name the rank, if the other ranks wait for it longer than this", above=0
+    grace_seconds: float = flag_field(
+        60.0, "after SIGTERM, Ctrl-C, ...: time limit to finish the current phase, save and exit, in seconds", above=0
     )
-    seed: int = flag_field(0, "random seed of data order, sampling and LoRA initialisation")
+    timeout_minutes: float = flag_field(
+        30.0, "end the run if one rank keeps the others waiting longer than this; the error names that rank", above=0
+    )
+    seed: int = flag_field(0, "random seed for data order, sampling and LoRA initialisation")
 
     @property
     def folder(self) -> Path:

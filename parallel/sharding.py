@@ -31,7 +31,7 @@ class ParallelConfig:
     """Parallelism"""
 
     replicate: int = flag_field(1, "HSDP: number of replicas; weights are sharded within each replica", least=1)
-    tp: int = flag_field(1, "tensor-parallel size; neighbouring processes split each language block", least=1)
+    tp: int = flag_field(1, "tensor-parallel size; consecutive ranks split each language block", least=1)
     offload: str = flag_field(
         "none",
         "what to keep in CPU memory (GPU runs): nothing, the reference, or all weights and optimizer state",

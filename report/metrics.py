@@ -66,13 +66,13 @@ def add_episode_metrics(r: Rollout, meter: Meter) -> None:
 
 
 def sampling_metrics(pool: GroupPool) -> dict[str, float]:
-    """Return the number of batches drawn (`rounds`), of groups left out because their rewards are equal or because
+    """Return the number of batches drawn (`batches`), of groups left out because their rewards are equal or because
     enough others were found, and of groups with equal rewards that are kept because too few others were found."""
     chosen = pool.select_groups()
     filled = sum(not pool.has_signal[key] for key in chosen)
     equal = sum(not signal for signal in pool.has_signal.values())
     surplus = len(pool.has_signal) - equal - (len(chosen) - filled)
-    counts = {"rounds": pool.batches_used, "equal": equal - filled, "surplus": surplus, "filled": filled}
+    counts = {"batches": pool.batches_used, "equal": equal - filled, "surplus": surplus, "filled": filled}
     return {f"sampling/{name}": float(n) for name, n in counts.items()}
 
 
@@ -121,7 +121,7 @@ def add_token_metrics(tokens: TokenBatch, loss: grpo.PolicyLoss, meter: Meter, f
     for name, values_N in means.items():
         meter.add_mean(name, values_N.sum(), len(tokens))
     if algo.ratio_mask is not None:
-        meter.sum("rollout/tis_masked", len(tokens.rollout[~indicators["kept"]].unique()))
+        meter.sum("rollout/ratio_masked", len(tokens.rollout[~indicators["kept"]].unique()))
     if not first_pass:
         return
     # compare the log-probabilities of trainer and engine on the tokens that the engine sampled

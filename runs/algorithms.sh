@@ -61,7 +61,7 @@ for algo in sys.argv[2:]:
     after = [rows[-1]["eval/accuracy"] for rows in runs]
     reached = [next((str(row["step"]) for row in rows if row.get("reward/mean", 0.0) >= 0.9), "-") for rows in runs]
     seconds = statistics.fmean(sum(row.get("time/step", 0.0) for row in rows) for rows in runs)
-    batches = statistics.fmean(row.get("sampling/rounds", 1.0) for row in chain.from_iterable(rows[1:] for rows in runs))
+    batches = statistics.fmean(row.get("sampling/batches", 1.0) for row in chain.from_iterable(rows[1:] for rows in runs))
     each = ", ".join(f"{x:.3f}" for x in after)
     print(f"| {algo} | {mean(before)} | **{mean(after)}** | {each} | {', '.join(reached)} | {runs[0][-1]['step']} | "
           f"{256 * batches:.0f} | {seconds:.0f} |")

@@ -59,7 +59,7 @@ def expand_data_paths(path: str | Path | list, split: str | None = None) -> list
     From a folder with shards of several splits, return only those of `split`. Raise UserError if nothing is found.
     """
     name = str(path)
-    need(path, "--input is missing; pass the files to read")
+    need(path, "--input is required: the files to read")
     if isinstance(path, list | tuple):
         return list(chain.from_iterable(expand_data_paths(part, split) for part in path))
     if "," in name and not os.path.exists(name):
@@ -72,7 +72,8 @@ def expand_data_paths(path: str | Path | list, split: str | None = None) -> list
         matches = map(Path, glob.glob(name)) if isinstance(file, Path) else file.parent.glob(file.name)
         files = sorted((p for p in matches if p.is_file()), key=str)
     of_split = f" of --split {split}" if split else ""
-    need(files, f"{name}: no such file, folder of parquet files{of_split} or matching glob{nearest_path(name)}")
+    need(files, f"{name}: no such file or folder of parquet files{of_split}, and no file matches it as a glob"
+         f"{nearest_path(name)}")
     return files
 
 

@@ -103,7 +103,7 @@ def test_the_demo_removes_nothing_but_an_earlier_demo(tmp_path):
 
 
 def test_a_task_without_a_demo_is_refused_with_those_that_have_one(tmp_path):
-    told = "--task chess: no file in tasks/ or envs/ draws scenes of it; choose from .*shapes, vqa"
+    told = "--task chess: no task of that name has a demo; choose from .*shapes, vqa"
     with pytest.raises(UserError, match=told):
         demo.main(demo.parse_args(["run", "--out", str(tmp_path), "--task", "chess"]))
     assert not list(tmp_path.iterdir())

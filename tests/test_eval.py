@@ -279,7 +279,7 @@ def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
         assert (args.data_source, args.bad_rows) == ("geo3k", "skip")
         assert (args.image_key, args.dtype, args.reward) == ("images", "auto", (*settings["reward"],))
         same, *other = E.describe_run_settings(args)
-        told = dict(part.split(" ", 1) for part in same.removeprefix("as in the run: ").split(", "))
+        told = dict(part.split(" ", 1) for part in same.removeprefix("same as in training: ").split(", "))
         assert told["--max-new-tokens"] == "2048" and told["--instruction"] == "geo3k"
         assert told["--prompt-key"] == "problem"
         assert not told.keys() & {"--dtype", "--model", "--image-key", "--group-size"}
@@ -298,7 +298,7 @@ def test_an_unknown_flag_is_one_line(capsys):
     with pytest.raises(SystemExit) as stop:
         E.parse_args(["toy", "--dta", "test.parquet", "--out", "e"])
     assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith("error: unknown flag --dta; nearest: --data")
+    assert capsys.readouterr().err.startswith("error: unknown flag --dta (did you mean --data")
 
 
 def test_out_is_tried_before_anything_is_read(toys, tmp_path, monkeypatch):
@@ -479,7 +479,7 @@ def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
         out = tmp_path / f"e-{name}"
         done = run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--out", out, *more])
         told = f"--max-pixels 4000, --reward {tmp_path}/reward.py:score, --max-new-tokens 6, --max-prompt-tokens 80"
-        assert (f"as in the run: {told}" in done.stdout) == (name == "run")
+        assert (f"same as in training: {told}" in done.stdout) == (name == "run")
         texts.append((out / "predictions.jsonl").read_text())
     assert texts[0] == texts[1]
     assert (tmp_path / "hf" / "preprocessor_config.json").is_file()

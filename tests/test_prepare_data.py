@@ -176,7 +176,7 @@ def test_geo3k_hub_shards(tmp_path):
     assert e.extra["letter"] == "B" and e.extra["answer_type"] == "fraction" and e.extra["choices"] == ["1", "2"]
     run("geo3k", "--input", clone, "--split", "val", "--out", out, "--data-source", "hiyouga/geometry3k")
     assert [e.uid for e in read_examples(out)[0]] == ["hiyouga/geometry3k/val/100"]
-    with pytest.raises(ValueError, match="no such file, folder of parquet files of --split test"):
+    with pytest.raises(ValueError, match="no such file or folder of parquet files of --split test"):
         run("geo3k", "--input", clone, "--split", "test", "--out", out)
 
 
@@ -307,7 +307,7 @@ def test_directories_lists_globs_and_limit(tmp_path):
     assert order([tmp_path / "part-1.parquet"], limit=3) == [10, 11, 12]
     assert "part-0.parquet row 0" in message_of([tmp_path / "part-0.parquet"] * 2), "a shard given twice"
     for nothing in ([], ","):
-        assert "--input is missing" in message_of(nothing)
+        assert "--input is required" in message_of(nothing)
     assert "no such file" in message_of(f"{tmp_path}/x*")
 
 
@@ -387,7 +387,7 @@ def test_file_errors(tmp_path):
     pq.write_table(pa.Table.from_pylist([verl_row(0)]).slice(0, 0), tmp_path / "none.parquet")
     assert "none.parquet has no rows" in message_of(tmp_path / "none.parquet")
     (tmp_path / "empty").mkdir()
-    assert "empty: no such file, folder of parquet files" in message_of(tmp_path / "empty")
+    assert "empty: no such file or folder of parquet files" in message_of(tmp_path / "empty")
 
 
 def test_damaged_pages_name_the_file(tmp_path):
@@ -955,7 +955,7 @@ def test_inspect_other_layout(tmp_path, capsys):
         (("geo3k", "--out", "."), "--out is ."),
         (
             ("csv", "--input", "a", "b", "--out", "x.parquet"),
-            "a: no such file, folder of parquet files or matching glob",
+            "a: no such file or folder of parquet files, and no file matches it as a glob",
         ),
         (("parquet", "--input", "x.parquet", "--out", "x.parquet"), "--out x.parquet is also the --input"),
         (("jsonl", "--input", "gone.jsonl", "--out", "x.parquet"), "gone.jsonl: no such file"),
@@ -963,8 +963,8 @@ def test_inspect_other_layout(tmp_path, capsys):
         (("shapes", "--n", "0", "--out", "x.parquet"), "--n 0: must be at least 1"),
         (("jsonl", "--url-tries", "0", "--input", "a", "--out", "x.parquet"), "--url-tries 0: must be at least 1"),
         (("inspect", "x.parquet", "--limit", "0"), "--limit 0: must be at least 1"),
-        (("geo3k",), "--out is missing"),
-        (("jsonl", "--out", "x.parquet"), "--input is missing"),
+        (("geo3k",), "--out is required"),
+        (("jsonl", "--out", "x.parquet"), "--input is required"),
     ],
 )
 def test_wrong_flags(tmp_path, monkeypatch, argv, reason):

@@ -735,8 +735,8 @@ SUITS = {"servers": ("http://127.0.0.1:9",)}
 
 
 @pytest.mark.parametrize(("settings", "of_model", "told"), [
-    ({}, {}, "give --servers URL... or --serve N, not neither"),
-    (SUITS | {"serve": 1}, {}, "not both"),
+    ({}, {}, "--rollout server needs --servers URL... or --serve N"),
+    (SUITS | {"serve": 1}, {}, "--servers and --serve exclude each other; pass one"),
     ({"servers": ("127.0.0.1:8000",)}, {}, "--servers 127.0.0.1:8000: give http://HOST:PORT"),
     ({"servers": ("ftp://host:8000",)}, {}, "give http://HOST:PORT"),
     ({"servers": ("http://host:port",)}, {}, "give http://HOST:PORT"),

@@ -1,7 +1,6 @@
 """Flags from dataclasses: help, what is given, what is refused.   pytest tests/test_settings.py"""
 
 import json
-import re
 from dataclasses import FrozenInstanceError, asdict, dataclass, fields
 
 import pytest
@@ -95,6 +94,37 @@ def test_help_has_titles_defaults_and_choices(monkeypatch):
     assert parser(OptimConfig, RunConfig).format_help() == HELP
 
 
+@dataclass(frozen=True)
+class Base:
+    """Algorithm"""
+
+    lam: float = flag_field(0.9, "decay", key=True)
+    kl_in: str = flag_field("loss", "place of the KL", choices=("loss", "reward"), key=True)
+    clip: float = flag_field(0.2, "clip range")
+
+
+@dataclass(frozen=True)
+class Derived(Base):
+    """Algorithm"""
+
+    size: int = flag_field(8, "samples")
+
+
+def test_a_section_lists_its_keys_and_takes_in_a_base_of_the_same_title(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert parser(Derived).format_help().endswith("""
+Algorithm:
+  Keys of --algo-args:
+    lam=VALUE: decay (default: 0.9)
+    kl_in=loss|reward: place of the KL (default: loss)
+
+  --size N              samples (default: 8)
+  --clip X              clip range (default: 0.2)
+  --algo-args KEY=VALUE [KEY=VALUE ...]
+                        rarely changed settings, as KEY=VALUE; the keys are listed above
+""")
+
+
 def test_only_what_is_given_is_parsed_and_it_wins():
     given = vars(parser(OptimConfig).parse_args(["--lr", "1e-6", "--no-freeze", "--targets", "q", "v"]))
     assert given == {"lr": 1e-6, "freeze": False, "targets": ["q", "v"]}  # also where it equals the default
@@ -150,19 +180,19 @@ def test_bounds_are_part_of_the_setting():
 
 
 def test_what_is_required_is_named_unless_a_base_has_it():
-    with pytest.raises(UserError, match="^--model is missing: model folder or hub id$"):
+    with pytest.raises(UserError, match="^--model is required: model folder or hub id$"):
         build_config(OptimConfig, vars(parser(OptimConfig).parse_args([])))
     assert build_config(OptimConfig, {"model": "m"}).model == "m"
-    with pytest.raises(UserError, match="^--out is missing"):
+    with pytest.raises(UserError, match="^--out is required"):
         build_config(RunConfig, vars(parser(RunConfig).parse_args(["folder"])))
     given = vars(parser(RunConfig).parse_args(["folder", "--out", "x"]))
     assert build_config(RunConfig, given) == RunConfig(source="folder", out="x")
 
 
 def test_an_unknown_flag_comes_first_and_alone_with_the_nearest(capsys):
-    assert re.match("error: unknown flag --lern-rate; nearest: .*--lr; see", refused(capsys, "--lern-rate", "3"))
+    assert refused(capsys, "--lern-rate", "3") == "error: unknown flag --lern-rate; see train.py --help\n"
     told = refused(capsys, "--lr", "x", "--modle=m", "--schedule", "no")
-    assert told.startswith("error: unknown flag --modle; nearest: --model, ")
+    assert told.startswith("error: unknown flag --modle (did you mean --model?)")
     assert told.endswith("; see train.py --help\n")
     assert "--no-freeze" in refused(capsys, "--no-freez")
     assert refused(capsys, "--zzzzzzzz") == "error: unknown flag --zzzzzzzz; see train.py --help\n"
@@ -185,10 +215,10 @@ def test_commands_of_a_script_have_flags_of_their_own(capsys):
     assert vars(top.parse_args(["run", "x", "--seed", "3"])) == {"command": "run", "source": "x", "seed": 3}
     with pytest.raises(SystemExit):
         top.parse_args(["run", "x", "--lr", "3"])
-    assert capsys.readouterr().err == "error: unknown flag --lr; nearest: --help; see demo.py run --help\n"
+    assert capsys.readouterr().err == "error: unknown flag --lr; see demo.py run --help\n"
     with pytest.raises(SystemExit):
         top.parse_args(["model", "--lrr", "3"])
-    assert capsys.readouterr().err.startswith("error: unknown flag --lrr; nearest: --lr, ")
+    assert capsys.readouterr().err.startswith("error: unknown flag --lrr (did you mean --lr?)")
 
 
 def test_a_value_may_look_like_a_flag():

@@ -86,7 +86,7 @@ def test_losses_do_not_depend_on_how_rollouts_are_laid_out(toys, tmp_path):
         assert one["micros"] == 1 and two["split"] == ("turns" in case and "--micro-tokens 4000" not in case), case
         assert_equal_updates(one, two, case)
         if "tis-mask" in case:
-            assert one["metrics"]["rollout/tis_masked"] > 0, case
+            assert one["metrics"]["rollout/ratio_masked"] > 0, case
 
 
 @pytest.mark.slow

@@ -345,7 +345,7 @@ def test_an_engine_that_computes_as_the_trainer_does_is_at_distance_zero(toys, c
             r.logprobs = policy(micro).logp_K.tolist()
     m, _ = one_update(cfg, ctx, Models(policy, make_optimizer(policy, 1e-3, 0.0)), rollouts)
     assert m["policy/grad_norm"] > 0
-    assert m["mismatch/max_abs_logprob_diff"] < 1e-5 and m["rollout/tis_capped"] == m["rollout/tis_masked"] == 0
+    assert m["mismatch/max_abs_logprob_diff"] < 1e-5 and m["rollout/tis_capped"] == m["rollout/ratio_masked"] == 0
     assert m["policy/approx_kl"] == 0 and m["policy/clip_frac"] == 0
 
 
@@ -368,9 +368,9 @@ def test_a_group_has_a_signal_if_two_of_its_rewards_differ(ctx):
 def test_dynamic_sampling_takes_the_first_groups_with_a_signal():
     signals = {(0, 0): True, (0, 1): False, (0, 2): False, (1, 0): True, (1, 1): True, (1, 2): True}
     expected = {
-        3: ([(0, 0), (1, 0), (1, 1)], {"rounds": 2, "equal": 2, "surplus": 1, "filled": 0}),
-        4: ([(0, 0), (1, 0), (1, 1), (1, 2)], {"rounds": 2, "equal": 2, "surplus": 0, "filled": 0}),
-        5: ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)], {"rounds": 2, "equal": 1, "surplus": 0, "filled": 1}),
+        3: ([(0, 0), (1, 0), (1, 1)], {"batches": 2, "equal": 2, "surplus": 1, "filled": 0}),
+        4: ([(0, 0), (1, 0), (1, 1), (1, 2)], {"batches": 2, "equal": 2, "surplus": 0, "filled": 0}),
+        5: ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)], {"batches": 2, "equal": 1, "surplus": 0, "filled": 1}),
     }
     for wanted, (chosen, counts) in expected.items():
         algo, rollout = parse("--max-gen-batches 3").algo, RolloutConfig(prompts_per_step=wanted)
@@ -406,7 +406,7 @@ def test_algo_args_reach_the_losses_that_they_are_of(toys, ctx):
 
 
 @pytest.mark.parametrize("pair, told", [
-    ("value_coeff=1", "no such key; nearest: value_coef"), ("value_clip", "give KEY=VALUE"),
+    ("value_coeff=1", "no such key \\(did you mean value_coef"), ("value_clip", "give KEY=VALUE"),
     ("value_coef=none", "must be of type float"), ("kl_horizon=0.0", "must be above 0"),
     ("ref_every=x", "must be of type int"), ("critic=tail", "must be one of head, separate"),
     ("value_clip=nan", "must be above 0"), ("sapo_tau_positive=inf", "must be finite"),

@@ -522,7 +522,7 @@ def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatc
     assert given["block_size"] == 64 and given["served_model_name"] == "toy" and given["max_num_seqs"] == 3
     assert "sleep_level" not in given
     refused = {
-        "kv_cache_dtyp=auto": "vLLM has no such argument; nearest: kv_cache_dtype",
+        "kv_cache_dtyp=auto": "vLLM has no such argument \\(did you mean kv_cache_dtype",
         "block_size": "give KEY=VALUE",
         "logprobs_mode=raw_logits": "relies on its own value",
         "dtype=float16": "use --dtype",
@@ -631,7 +631,7 @@ def test_two_processes(tp, toys, data, tmp_path):
     assert "self-test: " in done.stdout and (tp == 1 or not stale.exists())
     for row in rows(tmp_path / "r")[1:]:
         assert 0 < row["mismatch/max_abs_logprob_diff/images=1"] == row["mismatch/max_abs_logprob_diff"] <= 1e-5
-        assert "mismatch/kl/images=0" not in row and row["rollout/tis_masked"] == 0 == row["rollout/tis_capped"]
+        assert "mismatch/kl/images=0" not in row and row["rollout/ratio_masked"] == 0 == row["rollout/tis_capped"]
         assert row["sync/calls"] == 1
 
 

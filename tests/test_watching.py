@@ -575,7 +575,7 @@ def test_runs_are_drawn_over_each_other_by_their_settings(tmp_path, capsys):
     assert [len(runs) for _, runs in group_by_settings(apart)] == [1] * 4  # also where names are shortened to the same
     plot_runs([made[0], made[0].parent / "." / ".." / "a0" / "run"], tmp_path / "once")
     assert "(2 runs)" not in capsys.readouterr().out
-    with pytest.raises(UserError, match="--plot-runs .*/none is not a run"):
+    with pytest.raises(UserError, match="--plot-runs .*/none has no run.json"):
         plot_runs([made[0], tmp_path / "none"], tmp_path / "out")
     (made[0] / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
     with pytest.raises(UserError, match="--plot-runs .*/a0/run: the run has not finished a step yet"):

@@ -237,7 +237,7 @@ def plot_runs(runs: Sequence[Path], out: Path) -> None:
     rows_by_run, settings_by_run = {}, {}
     for run in dict.fromkeys(Path(run).resolve() for run in runs):
         file = run / "run.json"
-        need(file.is_file(), f"--plot-runs {run} is not a run ({file} is missing); give directories of train.py")
+        need(file.is_file(), f"--plot-runs {run} has no {file.name}; give run directories (the --out of train.py)")
         rows_by_run[run] = read_rows(run / "metrics.jsonl")
         need(any(row["step"] > 0 for row in rows_by_run[run]),
              f"--plot-runs {run}: the run has not finished a step yet; leave it out")
