@@ -441,8 +441,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     run = sub.add_parser("run", help="the whole demo: data, model, warm start, RL, evaluation")
     for q in (model, warm, run):
         q.add_argument("--out", type=Path, required=True, help="folder to write")
-        q.add_argument("--seed", type=int, default=0, help="random seed of weights, images and sampling (default: 0)")
-        q.add_argument("--task", default="shapes", help="task to learn, of those that draw scenes (default: shapes)")
+        q.add_argument("--seed", type=int, default=0, help="random seed for weights, images and sampling (default: 0)")
+        q.add_argument("--task", default="shapes", help="task to learn; it must have a demo (default: shapes)")
     for q in (model, run):
         q.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="architecture (default: qwen2_5_vl)")
     warm.add_argument("--model", type=Path, required=True, help="folder of the random model")

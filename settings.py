@@ -128,7 +128,7 @@ class FlagParser(argparse.ArgumentParser):
     subcommand has a parser of this class too."""
 
     def __init__(self, description: str | None = None, **kwargs: Any):
-        super().__init__(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        super().__init__(description=description, allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self.keys: dict[str, tuple] = {}  # of --algo-args: name -> (Field, type)
 
@@ -180,12 +180,12 @@ def add_flags(parser: FlagParser, cls: type) -> None:
             choices, positional, help_text = f.metadata["choices"], f.metadata["positional"], help_with_default(f)
             if f.metadata["key"]:
                 parser.keys[f.name] = f, hints[f.name]
-                text = f"\n  {f.name}={'|'.join(choices) or 'VALUE'}: {help_text}"
-                section.description = (section.description or "Keys of --algo-args:") + text
+                line = f"{f.name}={'|'.join(choices) or 'VALUE'}: {help_text}"
+                section.description = f"{section.description or 'Keys of --algo-args:'}\n  {line}"
                 continue
             value_type, is_tuple, may_be_none = parse_type_hint(hints[f.name])
             metavar = f.metadata["metavar"] or METAVARS.get(value_type, f.name.rpartition("_")[2].upper())
-            options = {"help": help_text.replace("%", "%%")}
+            options = {"help": help_text.replace("%", "%%"), "default": argparse.SUPPRESS}
             if value_type is bool:
                 options["action"] = argparse.BooleanOptionalAction
             else:
@@ -199,7 +199,7 @@ def add_flags(parser: FlagParser, cls: type) -> None:
                 parser.usage = f"{parser.usage or '%(prog)s [flags]'} {usage}"
         if section.description:
             section.add_argument("--algo-args", help="rarely changed settings, as KEY=VALUE; the keys are listed above",
-                                 nargs="+", action="extend", metavar="KEY=VALUE")
+                                 nargs="+", action="extend", default=argparse.SUPPRESS, metavar="KEY=VALUE")
 
 
 @dataclass(frozen=True)
