@@ -35,7 +35,7 @@ NO_PLUG_INS = ("engines.launch", "engines.self_test", "envs._factory", "envs._ep
 
 CODE_LINES = {  # each file's size when this was written
     "demo.py": 346, "errors.py": 102, "eval.py": 329, "grpo.py": 428, "kernels.py": 301, "merge_lora.py": 116,
-    "model.py": 402, "packing.py": 371, "prepare_data.py": 477, "reward.py": 201, "rollout.py": 363, "train.py": 324,
+    "model.py": 402, "packing.py": 371, "prepare_data.py": 449, "reward.py": 201, "rollout.py": 363, "train.py": 324,
     "settings.py": 188, "utils.py": 213,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
