@@ -33,7 +33,7 @@ class AdvantageEstimator:
     """
 
     function: Callable
-    # normalisation unless --algo-args norm_std is passed, as published: group, batch or none (see group_advantages)
+    # default of --algo-args norm_std, as in the estimator's paper: group, batch or none (see group_advantages)
     norm_std: str
     grouped: bool = True  # compares the samples of a prompt, so equal rewards mean advantage 0
     per_token: bool = False
@@ -157,7 +157,7 @@ def group_advantages(
         p, g = not_finite[0].tolist()
         raise ValueError(f"group_advantages: reward of prompt {p}, sample {g} is {rewards_PG[p, g].item()}")
     rewards = rewards_PG.double()
-    # a per-token estimator is not called here: for one-token responses its result would be the rewards themselves
+    # responses count as one token each here, so a per-token estimator would return the rewards unchanged
     difference = rewards if estimator.per_token else apply_to_graded(estimator.function, rewards, graded_PG)
     if estimator.grouped:
         difference = difference.masked_fill(constant_groups(rewards, graded_PG), 0.0)
@@ -177,8 +177,8 @@ def group_std(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def apply_to_graded(function: Callable, rewards_PG: torch.Tensor, graded_PG: torch.Tensor) -> torch.Tensor:
-    """Apply a function of groups to the graded responses of each group. Other responses get 0. If any response is not
-    graded, a response that is the only graded one of its group also gets 0."""
+    """Apply a function of groups to the graded responses of each group. Other responses get 0. If some response is
+    not graded, all responses of groups with fewer than two graded ones get 0."""
     if graded_PG.all():
         return function(rewards_PG)
     out_PG = torch.zeros_like(rewards_PG)
@@ -431,10 +431,12 @@ def geometric_mean_mask(
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of the update. The policy head calls it on each block of tokens whose log-probabilities it has computed.
+    """The loss of the update. The fused LM head calls it on each block of tokens, with their log-probabilities.
     The loss of a token is
 
-    weight * (tis * policy_loss + kl_coef * kl(logp, ref_logp) - entropy_coef * entropy)
+    weight * kept * (tis * policy_loss + kl_coef * kl(logp, ref_logp) - entropy_coef * entropy)
+
+    tis is 1 without tis_cap, kept is 1 without ratio_mask, and the KL is a term only with kl_in=loss.
 
     The arguments are logp_K, entropy_K and the rows K of a TokenBatch. The results are the loss of each token, whose
     sum is the loss of the minibatch, and indicators: those of policy_loss, "capped" (truncated_importance_weight) and
@@ -443,7 +445,7 @@ class PolicyLoss:
     With --async-steps, tokens may be sampled with older weights than those before the update. `old_policy` chooses the
     weights that old_logp is computed with:
     trainer   the trainer's weights before the update. On policy they are the current ones, and the ratio is exactly 1.
-              Clipping bounds the update; TIS multiplies a token's loss by p_old / p_sampled, at most tis_cap
+              Clipping bounds the update; TIS multiplies a token's loss by p_old / p_engine, at most tis_cap
               (decoupled objective, arXiv:2505.24298, section 5.2)
     rollout   the weights that sampled the token, with the engine's log-probabilities. The ratio includes staleness, and
               clipping bounds staleness and update together (arXiv:1707.06347 off policy). TIS and ratio_mask would
@@ -576,14 +578,15 @@ class Algorithm:
                          "+ d", choices=KL_ESTIMATORS)
 
     # Keys of --algo-args
-    norm_std: str | None = algo_arg(None, "divide advantages by the std of the group, or of the step on all ranks "
-                                    "(batch; centred too unless --adv compares a group), or not (default: by --adv)",
+    norm_std: str | None = algo_arg(None, "group: divide advantages by the std of the group; batch: by the std over the "
+                                    "step and all ranks, centred too unless --adv compares a group; none: do not "
+                                    "divide (default: depends on --adv)",
                                     choices=NORM_STD)
     dual_clip: float | None = algo_arg(None, "dual clip: where A < 0, a token's loss is at most this times |A| "
                                        "(default: off)", above=1)
-    tis_cap: float | None = algo_arg(None, "TIS: weight tokens by p_trainer / p_engine, capped at this (default: off)",
+    tis_cap: float | None = algo_arg(None, "TIS: weight tokens by p_old / p_engine, capped at this (default: off)",
                                      above=0)
-    ratio_mask: str | None = algo_arg(None, "mask responses whose geometric mean of p_trainer / p_engine is not in "
+    ratio_mask: str | None = algo_arg(None, "mask responses whose geometric mean of p_old / p_engine is not in "
                                       "LOW,HIGH (default: off)")
     old_policy: str = algo_arg("trainer", "denominator of the ratio: trainer: its weights before the update; rollout: "
                                "the weights that sampled the token", choices=("trainer", "rollout"))
@@ -600,7 +603,7 @@ class Algorithm:
     value_clip: float | None = algo_arg(0.2, "clip values to within this of the old ones; none: no clipping", above=0)
     gamma: float = algo_arg(0.99, "discount per token of --adv gae; use 1 for long responses", least=0, most=1)
     lam: float = algo_arg(0.95, "lambda of --adv gae; 1: full returns, 0: one-step TD error", least=0, most=1)
-    sapo_tau_positive: float = algo_arg(1.0, "steepness of SAPO's gate where A > 0, as published", above=0)
+    sapo_tau_positive: float = algo_arg(1.0, "steepness of SAPO's gate where A > 0; the paper's value by default", above=0)
     sapo_tau_negative: float = algo_arg(1.05, "steepness of SAPO's gate where A <= 0", above=0)
 
     # Derived settings
@@ -693,9 +696,10 @@ class Algorithm:
 
 
 def has_gradient(rewards_PG: torch.Tensor, finish_reasons: Sequence[str], algo: Algorithm) -> list[bool]:
-    """Return for each response whether it can have a gradient; the others are not packed. If advantages depend on more
-    than the rewards of the group, or if the loss includes entropy or KL, all responses in the loss can have a
-    gradient."""
+    """Return for each response whether it is packed. With a KL in the reward or a critic all are, even those outside
+    the loss, because the advantages of the others need them. If the loss includes entropy or KL, or if a group with
+    equal rewards can have advantages other than 0, all responses in the loss are. In all other cases only those in the
+    loss whose advantage is not 0."""
     counted = [algo.counts_in_loss(reason) for reason in finish_reasons]
     if algo.kl_in_reward or algo.needs_values:  # responses outside the loss are needed for the others' advantages
         return [True] * len(counted)

@@ -90,8 +90,8 @@ class ModelConfig(PixelConfig):
                                    "updates (harmless with LoRA)", choices=("fp32", "bf16"))
     attn: str = flag_field("auto", "attention of the update: sdpa (any device), flex (GPU only), flash (GPU only, does "
                            "not share prompts); auto: flex on a GPU, else sdpa", choices=("auto", *ATTENTION_BACKENDS))
-    kernel: str = flag_field("auto", "policy-head implementation: triton (GPU) or plain torch; auto: triton on a GPU "
-                             "if it is installed", choices=KERNELS)
+    kernel: str = flag_field("auto", "implementation of the fused LM head and loss: triton (GPU) or plain torch; auto: "
+                             "triton on a GPU if it is installed", choices=KERNELS)
     vision_cache_gb: float = flag_field(2.0, "GiB for cached image features of a frozen vision tower; 0: no cache",
                                         least=0)
     gradient_checkpointing: bool = flag_field(False, "recompute activations in the backward pass (less memory, more "

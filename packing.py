@@ -44,7 +44,7 @@ class TokenBatch:
     logps: Tensor | None = None  # logps and entropies are those of the last forward pass of the update
     entropies: Tensor | None = None
     turn_rewards: Tensor | None = None  # episodes: the environment's reward of the turn that ends here, else 0
-    tangents: Tensor | None = None  # (N, 3), the input of kernels.TangentLoss
+    tangents: Tensor | None = None  # (N, 3): constant, slope by logp, slope by entropy; for kernels.TangentLoss
 
     def columns(self) -> dict[str, Tensor]:
         """Return the columns that were computed, by name."""
@@ -106,7 +106,9 @@ class MicroBatch:
 
     ids_T: Tensor  # int64, like all tensors here
     subtree_end_T: Tensor
-    segments: list[tuple[int, int, int]]  # contiguous pieces: (start, stop, position of the token before it or -1)
+    # contiguous pieces: (start, stop, position of the token that precedes it in its sequence, or -1). This token is not
+    # start - 1 where a sequence continues a prefix that stands earlier in the pack
+    segments: list[tuple[int, int, int]]
     images: list[Any]  # in the order of their tokens in ids_T
     hidden_index_K: Tensor
     target_K: Tensor
@@ -171,8 +173,8 @@ class Packer:
         """Return micro-batches of the chosen rollouts (default: all). Each sequence is in exactly one micro-batch, but
         turns that are separate sequences may be in different ones.
 
-        Their number comes from best-fit decreasing, raised by `reduce_max` to the maximum over ranks, because the
-        collectives of the ranks must match. A rank with fewer chunks than that adds dummy micro-batches of one token.
+        The number of micro-batches comes from best-fit decreasing, raised by `reduce_max` to the maximum over ranks,
+        because the collectives of the ranks must match. A rank with less to pack adds dummy ones of one token.
         Raise UserError for a response that does not fit on its own, ValueError if images do not match their tokens.
         """
         first_rows = list(accumulate((sum(r.response_mask) for r in rollouts), initial=0))

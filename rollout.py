@@ -65,7 +65,7 @@ class TurnSequence(NamedTuple):
 
     ids: list[int]
     n_sampled: int  # length of the response, which is the end of `ids`
-    n_images: int  # number of images in `ids`, counted from the first image of the prompt
+    n_images: int  # number of images in `ids`: the first ones of the prompt and the episode
 
 
 @dataclass(eq=False)
@@ -373,7 +373,7 @@ class RolloutQueue:
     """The rollouts for which an engine still has to sample a response. In this class all are available at once; with
     an environment they arrive over time (envs/_episodes.EpisodeQueue)."""
 
-    closed = True  # whether no more rollouts will arrive after the next `poll`
+    closed = True  # whether the next `poll` returns the last rollouts
 
     def __init__(self, rollouts: Sequence[Rollout], sampling: SamplingParams, on_rollout: RolloutCallback):
         self.waiting = list(rollouts)
@@ -406,11 +406,11 @@ def never_stop() -> bool:
 
 class Engine:
     """The interface of rollout engines. An engine samples responses with its own copy of the weights, which only
-    load_weights changes. generate and load_weights wake the engine; it stays awake until `sleep` is called."""
+    `sync` and load_weights change. By default `sync` calls load_weights. generate and load_weights wake the engine; it stays awake until `sleep` is called."""
 
     dtype: torch.dtype  # dtype of the engine's weights; a weight sync casts to it
     has_all_weights = False  # whether load_weights has set every tensor; until then a sync also sends frozen weights
-    weights_version = 0  # each call of load_weights adds 1
+    weights_version = 0  # each update of the weights adds 1
 
     def __init__(self, should_stop: Callable[[], bool] = never_stop):
         """`should_stop` returns True if the run has to end; the engine then stops sampling."""
@@ -438,7 +438,7 @@ class Engine:
         return self.load_weights(weights(self.has_all_weights))
 
     def load_weights(self, named_tensors: NamedTensors) -> dict[str, float]:
-        """Load weights by their Hugging Face names. Return the number of calls and bytes as metrics."""
+        """Load weights by their Hugging Face names. Return as metrics how many buckets (sync/calls) and bytes were sent."""
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
@@ -555,8 +555,8 @@ class GroupPool:
         self.ctx = ctx
         self.batches_used = 0
         self.groups: dict[tuple[int, int], list[Rollout]] = {}
-        self.has_signal: dict[tuple[int, int], bool] = {}  # whether the rewards of a group differ, on all processes
-        self.mean_accuracy: dict[str, float] = {}  # uid -> mean accuracy of its group, on all processes
+        self.has_signal: dict[tuple[int, int], bool] = {}  # do its rewards differ? groups of all processes
+        self.mean_accuracy: dict[str, float] = {}  # by uid, of the groups of all processes
 
     def is_full(self) -> bool:
         enough = sum(self.has_signal.values()) >= self.target_groups

@@ -91,8 +91,8 @@ class TrainState:
     step: int = 0  # number of finished steps
     position: int = 0  # number of prompt batches that steps have used; batches drawn ahead do not count
     kl_coef: float = 0.0  # current KL coefficient; adaptive if kl_target is set
-    # the evaluation to run at start-up if it equals `step`: 0 for the one before training, N for one that was
-    # interrupted after step N. Once `step` is above 0, 0 means none
+    # the step after which an evaluation is missing: 0 for the one before training, N if the one after step N was
+    # interrupted. It runs at start-up if this equals `step`; from step 1 on, 0 means that none is missing
     eval_due: int = 0
     curriculum: CurriculumState = field(default_factory=dict)  # state that the curriculum carries from step to step
 
@@ -280,8 +280,9 @@ def update_policy(models: Models, batch: TrainBatch, cfg: Config, state: TrainSt
 
 @torch.no_grad()
 def compute_tangents(models: Models, batch: TrainBatch, minibatch: int, loss: grpo.PolicyLoss, cfg: Config) -> None:
-    """Set `batch.tokens.tangents` for kernels.TangentLoss. If a rollout is split over several micro-batches, a loss
-    that couples its tokens needs a forward pass over all micro-batches before the first backward pass."""
+    """Set `batch.tokens.tangents`: the loss linearised at the current log-probabilities and entropies, as a constant
+    and two slopes per token. It has the same value and gradient but does not couple tokens, so a rollout may be split
+    over several micro-batches (kernels.TangentLoss). This takes a forward pass over all micro-batches."""
     tokens = batch.tokens
     for micro in batch.minibatches[minibatch]:
         out = models.policy(micro, cfg.rollout.temperature)
@@ -357,7 +358,7 @@ def set_up(cfg: Config) -> Run:
 
     # 5. curriculum, and a dry run of the rewards in each of its stages
     curriculum = make_order(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
-    # without --curriculum: the last stage of the evaluation data's task, as in eval.py
+    # evaluations use the last stage: of --curriculum, or of the curriculum of the evaluation data's task (see eval.py)
     _, eval_stage = load_last_stage(cfg.reward.curriculum, eval_set)
     batches = Batches(cfg, curriculum, processor, reset_fn, ctx)
     grader.dry_run(ctx.is_main, curriculum.stages())
@@ -418,8 +419,8 @@ def main(cfg: Config) -> None:
                 rollouts = engine.generate(prompts, algo.group_size, prompts.sampling, on_rollout=grader.submit)
             with timer("reward"):
                 rewards = grader.collect(rollouts)
-            # a collective, so outside the timed phases: a rank that hangs is then the one still in its phase, and the
-            # watchdog can name it
+            # `pool.add` is a collective. It is not timed, so ranks that wait in it are in no phase; if another rank
+            # hangs, it alone is still in one, and the watchdog can name it
             pool.add(rollouts, rewards)
             grader.check_worked(rollouts, ctx.gather)
         engine.sleep()  # free its memory for the update

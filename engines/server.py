@@ -4,8 +4,8 @@ Every rank of the trainer sends requests for its own prompts, from one event loo
 go to the same server: the one with the fewest responses in flight. Only rank 0 sends weights (engines/sync.py).
 
 A server that fails, hangs, or samples with weights that this run did not send is marked unavailable. Its requests are
-sent again, with the same seeds, to another server. The first sync after the server answers again sends it all weights
-and makes it available again. Both events are printed, one line each.
+sent again, with the same seeds, to another server. The first sync after the server answers again sends all weights to
+all servers and makes it available again. Both events are printed, one line each.
 """
 
 import asyncio
@@ -133,7 +133,7 @@ class ServerEngine(Engine):
         running: dict[Future, Rollout] = {}
         try:
             while True:
-                closed = responses.closed  # read before polling: rollouts that arrive later get another iteration
+                closed = responses.closed  # read before polling, else a rollout that arrives in between is missed
                 for rollout in responses.poll(0.0 if running else IDLE_POLL_SECONDS):
                     future = self.calls.start(
                         self._generate(rollout, responses.remaining_tokens(rollout), sampling, servers)
@@ -187,6 +187,7 @@ class ServerEngine(Engine):
                     self._mark_unavailable(server, str(error))
                 lost_once.add(server)
                 continue
+            # cache_salt is the label of the weights that the request was sent for
             if result and (self.in_flight_mode == "keep" or set(result.labels) <= {request.cache_salt}):
                 tokens += result.tokens
                 logprobs += result.logprobs
@@ -194,7 +195,7 @@ class ServerEngine(Engine):
                 # an abort after the last allowed token loses nothing, so the response is complete
                 if result.finish_reason != "abort" or len(tokens) == max_tokens:
                     return tokens, logprobs, versions
-            # A sync aborts a request only once. If a server keeps returning nothing, pause longer each time, and after
+            # An empty result right after a sync is normal. If a server keeps returning nothing, pause longer and, after
             # MAX_FRUITLESS_REQUESTS results mark it unavailable.
             synced = request.cache_salt != self.weights_label or not self.requests_allowed.is_set()
             fruitless = 0 if synced or len(request.ids) < len(unexpanded_ids + tokens) else fruitless + 1
@@ -208,9 +209,9 @@ class ServerEngine(Engine):
     ) -> GenerateResult | None:
         """Return the result, or None if the request was cancelled after a sync.
 
-        A request to an available server that is still pending after the sync had not started, so no token is lost. It
-        is sent again with the new cache_salt, because with the old one the server could reuse KV cache that the old
-        weights computed."""
+        The sync has already finished or aborted what available servers were running, so a request that is still pending
+        was only queued, and no token is lost. It is sent again with the new cache_salt, because with the old one the
+        server could reuse KV cache that the old weights computed."""
         self._add_idle_time()
         server.in_flight += 1
         task = asyncio.ensure_future(server.generate(request))
@@ -277,8 +278,8 @@ class ServerEngine(Engine):
     def _request_stop(self, what: str) -> None:
         reasons = "; ".join(f"{url}: {why}" for url, why in self.unavailable.items())
         if not self.should_stop():
-            self.request_stop(f"rollout servers: {what} ({reasons}); restart them, then repeat the command (in "
-                              "training with --resume auto)")
+            self.request_stop(f"rollout servers: {what} ({reasons}); restart them, then repeat the command; "
+                              "for train.py, add --resume auto")
 
     # --- new weights ---
 

@@ -329,7 +329,7 @@ def test_all_servers_are_lost(connect):
     with pytest.raises(UserError) as told:
         engine.generate(prompts_of(*"abcd"), 2, SamplingParams(ROOM))
     lost = sorted(f"{url}: gone" for url in URLS[:2])
-    remedy = "restart them, then repeat the command (in training with --resume auto)"
+    remedy = "restart them, then repeat the command; for train.py, add --resume auto"
     either = [f"rollout servers: none is available ({'; '.join(order)}); {remedy}"
               for order in (lost, lost[::-1])]  # fmt: skip
     assert str(told.value) in either
