@@ -578,9 +578,9 @@ class Algorithm:
                          "+ d", choices=KL_ESTIMATORS)
 
     # Keys of --algo-args
-    norm_std: str | None = algo_arg(None, "group: divide advantages by the std of the group; batch: by the std over the "
-                                    "step and all ranks, centred too unless --adv compares a group; none: do not "
-                                    "divide (default: depends on --adv)",
+    norm_std: str | None = algo_arg(None, "group: divide advantages by the std of the group; batch: by the std over "
+                                    "the step and all ranks, centred too unless --adv compares a group; none: do "
+                                    "not divide (default: depends on --adv)",
                                     choices=NORM_STD)
     dual_clip: float | None = algo_arg(None, "dual clip: where A < 0, a token's loss is at most this times |A| "
                                        "(default: off)", above=1)
@@ -588,8 +588,8 @@ class Algorithm:
                                      above=0)
     ratio_mask: str | None = algo_arg(None, "mask responses whose geometric mean of p_old / p_engine is not in "
                                       "LOW,HIGH (default: off)")
-    old_policy: str = algo_arg("trainer", "denominator of the ratio: trainer: its weights before the update; rollout: "
-                               "the weights that sampled the token", choices=("trainer", "rollout"))
+    old_policy: str = algo_arg("trainer", "weights in the ratio's denominator; trainer: the trainer's before the "
+                               "update; rollout: those that sampled the token", choices=("trainer", "rollout"))
     kl_in: str = algo_arg("loss", "loss: add the KL to the loss; reward: subtract it from the reward",
                           choices=("loss", "reward"))
     kl_target: float | None = algo_arg(None, "adapt --kl-coef to keep the KL near this, in nats per token", above=0)
@@ -603,7 +603,7 @@ class Algorithm:
     value_clip: float | None = algo_arg(0.2, "clip values to within this of the old ones; none: no clipping", above=0)
     gamma: float = algo_arg(0.99, "discount per token of --adv gae; use 1 for long responses", least=0, most=1)
     lam: float = algo_arg(0.95, "lambda of --adv gae; 1: full returns, 0: one-step TD error", least=0, most=1)
-    sapo_tau_positive: float = algo_arg(1.0, "steepness of SAPO's gate where A > 0; the paper's value by default", above=0)
+    sapo_tau_positive: float = algo_arg(1.0, "steepness of SAPO's gate where A > 0; default: the paper's", above=0)
     sapo_tau_negative: float = algo_arg(1.05, "steepness of SAPO's gate where A <= 0", above=0)
 
     # Derived settings
@@ -668,8 +668,8 @@ class Algorithm:
         need(self.clip_low < 1 or self.loss == "cispo",
              f"--clip-low {self.clip_low}: must be below 1, except with --loss cispo, where 1 means no lower bound")
         need(LOSSES[self.loss].per_token or not has_token_advantages,
-             f"--loss {self.loss} couples the tokens of a response, but {adv} with kl_in={self.kl_in} has an advantage "
-             f"per token; use --loss clip")
+             f"--loss {self.loss} couples the tokens of a response, but {adv} has an advantage per token (with "
+             f"kl_in={self.kl_in}); use --loss clip")
         need(self.loss != "reinforce" or self.on_policy,
              f"--loss reinforce is only correct on policy (one optimizer step per training step, old_policy=trainer), "
              f"but the settings are {updates} and old_policy={self.old_policy}; use --loss clip")

@@ -1,4 +1,5 @@
-"""The policy head: log-probability, entropy and loss of sampled tokens without ever holding all logits.
+"""The policy head, an LM head fused with the loss: log-probability, entropy and loss of sampled tokens without ever
+holding all logits.
 
 From a token's hidden state the head computes z = hidden @ weight.T / temperature, one logit per entry of the
 vocabulary, and p = softmax(z). Training needs two numbers per token, and gradients through them:

@@ -403,7 +403,7 @@ def balance(
     `cap`, a partition is always found if k >= bins_needed(sizes, max_size).
 
     The search starts from longest processing time first (LPT, Graham 1969), refined by `refine_balance`. If the refined
-    result is not within the target, it also tries best-fit decreasing.
+    result is more than 0.05% above a lower bound of the largest cost, it also tries best-fit decreasing.
     """
     cap = np.inf if cap is None else cap
     max_size = np.inf if max_size is None else max_size

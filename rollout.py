@@ -406,7 +406,8 @@ def never_stop() -> bool:
 
 class Engine:
     """The interface of rollout engines. An engine samples responses with its own copy of the weights, which only
-    `sync` and load_weights change. By default `sync` calls load_weights. generate and load_weights wake the engine; it stays awake until `sleep` is called."""
+    `sync` and load_weights change; by default `sync` calls load_weights. generate and load_weights wake the engine, and
+    it stays awake until `sleep` is called."""
 
     dtype: torch.dtype  # dtype of the engine's weights; a weight sync casts to it
     has_all_weights = False  # whether load_weights has set every tensor; until then a sync also sends frozen weights
@@ -438,7 +439,7 @@ class Engine:
         return self.load_weights(weights(self.has_all_weights))
 
     def load_weights(self, named_tensors: NamedTensors) -> dict[str, float]:
-        """Load weights by their Hugging Face names. Return as metrics how many buckets (sync/calls) and bytes were sent."""
+        """Load weights by their Hugging Face names. Return the metrics sync/calls (buckets) and sync/bytes."""
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:

@@ -379,8 +379,8 @@ class ServerEngine(Engine):
         self.counted_at = now
 
     def metrics(self) -> dict[str, float]:
-        """Return the fraction of the time since the last call in which a server had no request from this rank, averaged
-        over the servers."""
+        """Return, for the time since the last call, the fraction in which a server had no request from this rank,
+        averaged over the servers."""
         self._add_idle_time()
         seconds, self.reported_at = self.counted_at - self.reported_at, self.counted_at
         idle, self.idle_seconds = self.idle_seconds / seconds, 0.0

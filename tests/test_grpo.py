@@ -153,7 +153,7 @@ REFUSED = [  # what is refused, the message, and the change that makes it right
     (KL, "kl_in=reward norm_std=group.*norm_std=batch or none", {"norm_std": "batch"}),
     ({"clip_low": 1.0}, "--clip-low 1.0: must be below 1, except with --loss cispo", {"loss": "cispo"}),
     ({"adv": "gae", "loss": "gspo"}, "--loss gspo couples the tokens of a response, but --adv gae", {"loss": "clip"}),
-    ({"adv": "reinforce++", "loss": "gspo", **KL}, "with kl_in=reward has an advantage per token", {"kl_in": "loss"}),
+    ({"adv": "reinforce++", "loss": "gspo", **KL}, "has an advantage per token .with kl_in=reward", {"kl_in": "loss"}),
     ({"loss": "reinforce", "update_epochs": 2}, "--loss reinforce is only correct on policy .* --update-epochs 2 x",
      {"update_epochs": 1}),
     ({"loss": "reinforce", "minibatches": 2}, "settings are --update-epochs 1 x --minibatches 2", {"minibatches": 1}),
