@@ -89,7 +89,8 @@ class ModelConfig(PixelConfig):
     master_dtype: str = flag_field("fp32", "dtype of weights and optimizer state; bf16 halves memory but loses small "
                                    "updates (harmless with LoRA)", choices=("fp32", "bf16"))
     attn: str = flag_field("auto", "attention of the trainer: sdpa (any device), flex (GPU only), flash (GPU only, "
-                           "does not share prompts); auto: flex on a GPU, else sdpa", choices=("auto", *ATTENTION_BACKENDS))
+                           "does not share prompts); auto: flex on a GPU, else sdpa",
+                           choices=("auto", *ATTENTION_BACKENDS))
     kernel: str = flag_field("auto", "implementation of the fused LM head and loss: triton (GPU) or plain torch; auto: "
                              "triton on a GPU if it is installed", choices=KERNELS)
     vision_cache_gb: float = flag_field(2.0, "GiB for cached image features of a frozen vision tower; 0: no cache",
