@@ -55,7 +55,7 @@ def self_test(policy, engine, examples, processor, seed=0):
 
 def test_a_sound_pair_passes_and_says_what_was_compared(pair):
     line = self_test(*pair)
-    assert line.startswith("self-test: 3 prompts (2 with images) tokenised the same")
+    assert line.startswith("self-test: 3 prompts (2 with images) tokenized the same")
     assert float(line.split("moved it by ")[1]) > 0.05
 
 
