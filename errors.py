@@ -1,5 +1,5 @@
-"""Mistakes that only the user can mend, and how they are told. Imports nothing of ours, so that every file can import
-it."""
+"""Errors that only the user can fix, and how scripts report them. It imports no other module of this project, so every
+file can import it."""
 
 import difflib
 import errno
@@ -21,75 +21,78 @@ from safetensors import SafetensorError
 
 
 class UserError(ValueError):
-    """A mistake of the user's, or a state of the machine that only they can mend. The text names the flag, file or row,
+    """A mistake of the user's, or a state of the machine that only they can fix. The text names the flag, file or row,
     the values and the remedy; scripts print it as one line. Every other exception keeps its traceback."""
 
 
 def need(ok: bool, message: str) -> None:
+    """Raise UserError with this message unless `ok` is true."""
     if not ok:
         raise UserError(message)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return "; nearest: A, B" with the known words most like a wrong one, or "" if there are none."""
-    found = ", ".join(difflib.get_close_matches(word, list(known), cutoff=0.5))
-    return found and f"; nearest: {found}"
+    """Return " (did you mean A or B?)" with the known words that are most like a wrong one, or "" if none is close."""
+    matches = " or ".join(difflib.get_close_matches(word, known, cutoff=0.7))
+    return matches and f" (did you mean {matches}?)"
 
 
 def nearest_path(path: str | Path) -> str:
-    """Return "; nearest: A, B" with the most similar names in the folder of a wrong path, or "" if there are none."""
-    folder = Path(path).parent
-    return nearest(Path(path).name, os.listdir(folder) if folder.is_dir() and not Path(path).exists() else ())
+    """Return " (did you mean A or B?)" with the most similar names in the folder of a wrong path, or "" if none is
+    close."""
+    path = Path(path)
+    return nearest(path.name, os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else ())
 
 
 def in_copy(module: str) -> bool:
-    """Return whether the file of one of our modules is there: who forks the project may delete optional folders."""
+    """Return whether the file of one of our modules exists: a fork of the project may delete optional folders."""
     return (Path(__file__).parent / f"{module.replace('.', '/')}.py").is_file()
 
 
 def plug_in(module: str, flag: str, remedy: str = "leave the flag out") -> ModuleType:
-    """Import one of our modules that may have been deleted. Raise UserError that names the flag if it has been."""
+    """Import one of our modules that may have been deleted. Raise a UserError that names the flag if it has been."""
     need(in_copy(module), f"{flag}: {module.replace('.', '/')}.py is not in this copy; {remedy}")
     return importlib.import_module(module)
 
 
 @contextmanager
-def refusing(errors: type[Exception] | tuple[type[Exception], ...], told: str) -> Iterator[None]:
-    """Makes these errors UserErrors that begin with `told`, and end with the first line of their own text."""
+def as_user_error(errors: type[Exception] | tuple[type[Exception], ...], message: str) -> Iterator[None]:
+    """Raise a UserError in place of these errors: `message`, then the first line of the original error's text."""
     try:
         yield
     except errors as error:
-        raise UserError(f"{told}: {str(error).strip().partition(chr(10))[0]}") from error
+        raise UserError(f"{message}: {str(error).strip().partition(chr(10))[0]}") from error
 
 
 @dataclass(frozen=True)
-class Note(AbstractContextManager):
-    """`with Note("row 'a1', response '...'"):` adds a line to whatever is raised inside, which keeps its type and
-    traceback."""
+class ErrorContext(AbstractContextManager):
+    """A context manager that adds a line to any exception raised inside it, which keeps its type and traceback:
+    `with ErrorContext("row 'a1', response '...'"):`."""
 
     text: str
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, error_type: type | None, error: BaseException | None, traceback: object) -> None:
         if error is not None and self.text:
             error.add_note(self.text)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is printed
+# Printed text
 
 HERE = re.escape(str(Path(__file__).parent))
-# Files that run users' code
+# Files whose frames surround users' code in a traceback
 CALLERS = re.compile(rf"{HERE}/(rewards/|reward\.py|envs/_)|/asyncio/|/concurrent/|<frozen import")
 
 
 def printable(text: object, length: int = 600, keep: str = "") -> str:
-    """Return a text that is safe to print: without control characters other than `keep`, cut after `length`."""
+    """Return a text that is safe to print: control characters other than `keep` are escaped, and it is cut after
+    `length` characters."""
     text = str(text)
-    cut = f"... ({len(text)} characters)" if len(text) > length else ""
+    ending = f"... ({len(text)} characters)" if len(text) > length else ""
     text = text[:length]
     if not text.isprintable():
         text = "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
-    return text + cut
+    return text + ending
 
 
 def describe_error(error: BaseException) -> str:
@@ -108,8 +111,8 @@ def users_traceback(error: BaseException) -> str:
 
 
 class LossyFile(io.FileIO):
-    """An output file that drops what cannot be written because its reader is gone or its disk is full. So no run ends
-    for that reason; metrics.jsonl has what matters."""
+    """An output file that drops data that it cannot write because its reader is gone or its disk is full, so that no
+    run ends for that reason; all values that matter are in metrics.jsonl."""
 
     def write(self, data: bytes) -> int | None:
         with suppress(OSError):
@@ -118,7 +121,7 @@ class LossyFile(io.FileIO):
 
 
 def keep_printing() -> None:
-    """Make stdout and stderr of this process take any text, line by line, and never fail."""
+    """Make stdout and stderr of this process accept any text, flush each line and never fail."""
     for name in ("stdout", "stderr"):
         if stream := getattr(sys, name):
             file = io.BufferedWriter(LossyFile(stream.fileno(), "w", closefd=False))
@@ -126,51 +129,51 @@ def keep_printing() -> None:
 
 
 class Interrupted(Exception):
-    """A run that was asked to end has saved what there was to save. The text says how to go on."""
+    """Raised when a run was asked to stop and has saved its state. Its text explains how to resume."""
 
-    def __init__(self, number: int, text: str):
+    def __init__(self, signal_number: int, text: str):
         super().__init__(text)
-        self.number = number  # of the signal
+        self.signal_number = signal_number
 
 
-FULL, CLOSED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOENT,
-                                               errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)  # fmt: skip
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+NOT_WRITABLE_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOENT, errno.EISDIR, errno.ENOTDIR,
+                       errno.ENAMETOOLONG)  # fmt: skip
 
 
 @contextmanager
-def writing(path: Path, what: str, remedy: str = "free some, or give another folder") -> Iterator[None]:
-    """A full disk or a folder that must not be written to becomes a UserError that names `what` was written and
-    where."""
+def report_write_errors(path: Path, what: str, remedy: str = "free disk space or use another folder") -> Iterator[None]:
+    """Raise a UserError in place of an error from a full disk or a path that cannot be written to. It begins with
+    `what`, the flag or thing that was being written, and names the path."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        number = getattr(error, "errno", None)
-        if isinstance(error, SafetensorError) and (said := re.search(r"os error (\d+)", str(error))):
-            number = int(said[1])  # its own class also for what the system says
-        if number not in FULL + CLOSED:
+        code = getattr(error, "errno", None)
+        if isinstance(error, SafetensorError) and (match := re.search(r"os error (\d+)", str(error))):
+            code = int(match[1])  # safetensors wraps errors of the operating system in its own class
+        if code not in DISK_FULL_ERRNOS + NOT_WRITABLE_ERRNOS:
             raise
-        where = getattr(error, "filename", None) or path
-        why = f"{where} cannot be written ({os.strerror(number)})"
-        if number in FULL:
-            why = f"no space left for {where} ({free_bytes(path)} bytes free)"
-        raise UserError(f"{what}: {why}; {remedy}") from error
+        file = getattr(error, "filename", None) or path
+        problem = f"{file} cannot be written ({os.strerror(code)})"
+        if code in DISK_FULL_ERRNOS:
+            problem = f"no space left for {file} ({free_bytes(path)} bytes free)"
+        raise UserError(f"{what}: {problem}; {remedy}") from error
 
 
 def check_writable(folder: Path, what: str) -> None:
-    """Before any work: can files be made in `folder`, or in what exists of the way to it? UserError if not. Leaves
-    nothing."""
-    with writing(folder, what):
-        with tempfile.TemporaryFile(dir=existing(folder)) as file:
-            file.write(bytes(4096))
-            file.flush()
+    """Raise UserError if no file can be created in `folder` or, while that does not exist, in its nearest parent that
+    does. Meant to be called before any work; it leaves no file."""
+    with report_write_errors(folder, what), tempfile.TemporaryFile(dir=nearest_existing(folder)) as file:
+        file.write(bytes(4096))
+        file.flush()
 
 
-def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
+def nearest_existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
     path = path.resolve()
     return next(p for p in (path, *path.parents) if p.exists())
 
 
 def free_bytes(path: Path) -> int:
-    """Free space of the disk that holds, or would hold, a path."""
-    return shutil.disk_usage(existing(path)).free
+    """Return the free bytes of the disk that holds, or would hold, a path."""
+    return shutil.disk_usage(nearest_existing(path)).free

@@ -1,7 +1,8 @@
-"""The model: processor, loading, freezing, and the packed forward. parallel/ spreads it over processes.
+"""The model: processor, loading, freezing, and the forward pass of packed micro-batches. parallel/ distributes it over
+processes.
 
-Everything that differs between model families is in FAMILIES. The modelling code is transformers'; what is ours is how
-a packed micro-batch (packing.MicroBatch) goes through it.
+Everything that differs between model families is in FAMILIES. The modelling code is transformers'; this module only
+defines how a packed micro-batch (packing.MicroBatch) passes through it.
 
 Axes: T packed tokens, K trained tokens, H hidden size, V vocabulary, I image tokens.
 """
@@ -28,36 +29,36 @@ from transformers import AutoModelForImageTextToText as AutoModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.utils import cached_file
 
-from errors import UserError, nearest_path, need, refusing
+from errors import UserError, as_user_error, nearest_path, need
 from kernels import KERNELS, fused_policy_loss, linear_logprob, resolve_kernel
-from layers.attention import ATTENTION, PackedAttention, register_attention, resolve_attention
-from layers.lora import Lora, lora_layers
-from layers.recurrent import plan_recurrent_layers
+from layers.attention import ATTENTION_BACKENDS, PackedAttention, register_attention, resolve_attention
+from layers.lora import LoraConfig, find_lora_layers
+from layers.recurrent import patch_recurrent_layers
 from layers.vision import ImageInput, Patcher, VisionCache, vision_features
 from packing import MicroBatch
-from settings import REQUIRED, PixelConfig, setting
+from settings import REQUIRED, PixelConfig, flag_field
+from sources.content import IMAGE_PLACEHOLDER
 from utils import copy_together
 
-IMAGE_MARK = "<image>"
-# Linear layers of attention, of MLPs and of gated delta nets. Experts are one tensor, not linear layers
+# Linear layers of attention, MLPs and gated delta nets. Experts are not listed: they are one tensor, not linear layers
 PROJECTIONS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkv", "in_proj_z", "out_proj"
 )  # fmt: skip
-# Tokens with a meaning for the processor. A policy that samples one of them gets features that do not exist.
-PLACEHOLDERS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # in config
+# Tokens that stand for images and videos. The policy must not sample one of them: it would have no features.
+VISION_TOKEN_ID_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # in config
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where the parts of a family live: dotted paths below the loaded model, below its tower and below its language
-    model."""
+    """The dotted module paths of a model family's parts, relative to the loaded model, to its vision tower or to its
+    language model."""
 
     vision: str = "model.visual"
     language: str = "model.language_model"
     vision_blocks: str = "blocks"  # below vision
     blocks: str = "layers"  # below language
-    lora_targets: tuple[str, ...] = PROJECTIONS  # last names of linear layers of the language blocks; none given: all
+    lora_targets: tuple[str, ...] = PROJECTIONS  # last names of linear layers in the language blocks; empty: all
 
 
 FAMILIES = {  # by config.model_type
@@ -68,10 +69,8 @@ FAMILIES = {  # by config.model_type
     "qwen3_5": Family(),
     "qwen3_5_moe": Family(),
 }
-LIKE_OURS = (
-    "supported are models that see images as Qwen-VL does: Qwen2VLImageProcessor, get_image_features with "
-    f"image_grid_thw, M-RoPE, as {', '.join(FAMILIES)}"
-)
+SUPPORTED_MODELS = ("supported are models that process images as Qwen-VL does (Qwen2VLImageProcessor, "
+                    f"get_image_features with image_grid_thw, M-RoPE), such as {', '.join(FAMILIES)}")
 TRAIN_VISION = ("none", "merger", "tower", "all")
 
 
@@ -79,53 +78,56 @@ TRAIN_VISION = ("none", "merger", "tower", "all")
 class ModelConfig(PixelConfig):
     """Model"""
 
-    model: str = setting(REQUIRED, "model folder or Hugging Face hub id")
-    family_paths: tuple[str, ...] = setting((), "for a model family not in model.FAMILIES: module paths of its vision "
-                                            "tower and language model, such as model.visual model.language_model",
-                                            metavar="PATH")
-    train_vision: str = setting("none", "vision weights to train: none, merger (projector), tower (all but the "
-                                "merger), all; with LoRA none or tower", choices=TRAIN_VISION)
-    dtype: str = setting("auto", "compute dtype; auto: bfloat16 on a GPU, float32 on a CPU",
-                         choices=("auto", "float32", "bfloat16"))
-    master_dtype: str = setting("fp32", "dtype of weights and optimizer state; bf16 halves memory but loses small "
-                                "updates (harmless with LoRA)", choices=("fp32", "bf16"))
-    attn: str = setting("auto", "attention of the update: sdpa (CPU), flex (GPU), flash (GPU, does not share "
-                        "prompts); auto: flex on a GPU, else sdpa", choices=("auto", *ATTENTION))
-    kernel: str = setting("auto", "policy-head implementation: triton (GPU) or plain torch; auto: triton on a GPU if "
-                          "it is installed", choices=KERNELS)
-    vision_cache_gb: float = setting(2.0, "GiB for cached image features of a frozen vision tower; 0: no cache",
-                                     least=0)
-    grad_checkpointing: bool = setting(False, "recompute activations in the backward pass (less memory, more compute)")
-    lora_rank: int = setting(0, "LoRA rank; 0: train the weights themselves. LoRA needs a larger --lr, about 3e-5",
-                             least=0)
-    lora_alpha: float = setting(32.0, "LoRA alpha: adapter outputs are scaled by alpha / rank", above=0)
-    lora_targets: tuple[str, ...] = setting((), "names of the linear layers to adapt (default: all in the language "
-                                            "blocks)")
+    model: str = flag_field(REQUIRED, "model folder or Hugging Face hub id")
+    family_paths: tuple[str, ...] = flag_field((), "module paths of the vision tower and the language model, such as "
+                                               "model.visual model.language_model, for families not in model.FAMILIES",
+                                               metavar="PATH")
+    train_vision: str = flag_field("none", "vision weights to train: none, merger (projector), tower (all but the "
+                                   "merger), all; with LoRA, only none or tower", choices=TRAIN_VISION)
+    dtype: str = flag_field("auto", "compute dtype; auto: bfloat16 on a GPU, float32 on a CPU",
+                            choices=("auto", "float32", "bfloat16"))
+    master_dtype: str = flag_field("fp32", "dtype of weights and optimizer state; bf16 halves memory but loses small "
+                                   "updates (harmless with LoRA)", choices=("fp32", "bf16"))
+    attn: str = flag_field("auto", "attention of the trainer: sdpa (any device), flex (GPU only), flash (GPU only, "
+                           "does not share prompts); auto: flex on a GPU, else sdpa",
+                           choices=("auto", *ATTENTION_BACKENDS))
+    kernel: str = flag_field("auto", "implementation of the fused LM head and loss: triton (GPU) or plain torch; auto: "
+                             "triton on a GPU if it is installed", choices=KERNELS)
+    vision_cache_gb: float = flag_field(2.0, "GiB for cached image features of a frozen vision tower; 0: no cache",
+                                        least=0)
+    gradient_checkpointing: bool = flag_field(False, "recompute activations in the backward pass (less memory, more "
+                                              "compute)")
+    lora_rank: int = flag_field(0, "LoRA rank; 0: full fine-tuning. LoRA needs a larger --lr, about 3e-5", least=0)
+    lora_alpha: float = flag_field(32.0, "LoRA alpha: adapter outputs are scaled by alpha / rank", above=0)
+    lora_targets: tuple[str, ...] = flag_field((), "names of the linear layers to adapt (default: all in the language "
+                                               "blocks)")
 
     @property
     def vision_frozen(self) -> bool:
         return self.train_vision == "none"
 
-    def lora(self, seed: int) -> Lora | None:
+    def lora(self, seed: int) -> LoraConfig | None:
+        """Return the settings of the adapters, or None without adapters."""
         if not self.lora_rank:
             return None
-        return Lora(self.lora_rank, self.lora_alpha, self.lora_targets, self.train_vision == "tower", seed)
+        return LoraConfig(self.lora_rank, self.lora_alpha, self.lora_targets, self.train_vision == "tower", seed)
 
     def resolve(self, device: torch.device) -> "ModelConfig":
-        """Return the settings with what "auto" means on this device."""
+        """Return the settings with --attn and --kernel resolved for this device."""
         attn, kernel = resolve_attention(self.attn, device), resolve_kernel(self.kernel, device)
         return replace(self, attn=attn, kernel=kernel)
 
     def check(self, ref_every: int) -> None:
+        """Raise UserError for LoRA flags without LoRA, and for flags that do not work with it."""
         if not self.lora_rank:
             targets = " ".join(self.lora_targets)
-            need(not targets, f"--lora-targets {targets}: there are no adapters without --lora-rank above 0")
+            need(not targets, f"--lora-targets {targets}: there are no adapters without --lora-rank above 0; set it")
             return
-        told = f"with --lora-rank {self.lora_rank}"
-        need(not ref_every, f"--algo-args ref_every={ref_every}: {told} the reference is the policy without its "
+        with_lora = f"with --lora-rank {self.lora_rank}"
+        need(not ref_every, f"--algo-args ref_every={ref_every}: {with_lora} the reference is the policy without its "
              "adapters; use 0")
-        need(self.train_vision in ("none", "tower"), f"--train-vision {self.train_vision}: {told} all weights are "
-             "frozen; tower adapts the tower's blocks")
+        need(self.train_vision in ("none", "tower"), f"--train-vision {self.train_vision}: {with_lora} all weights are "
+             "frozen; use none, or use tower to adapt the tower's blocks")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -133,102 +135,104 @@ class ModelConfig(PixelConfig):
 
 
 def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrainedConfig:
-    """The model's config; a UserError for a path or family that we cannot load, before anything large is read."""
-    folder_or_id = f"give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct{nearest_path(path)}"
-    need(os.path.isdir(path) or path.count("/") <= 1, f"--model {path!r}: no such folder; {folder_or_id}")
-    with _opening(path, f"no config.json there, nor on the hub; {folder_or_id}"):
+    """Return the model's config, before anything large is read. Raise UserError for a path or family that cannot be
+    loaded."""
+    remedy = f"{nearest_path(path)}; give a model folder or hub id such as Qwen/Qwen2.5-VL-3B-Instruct"
+    need(os.path.isdir(path) or path.count("/") <= 1, f"--model {path!r}: no such folder{remedy}")
+    with _config_errors(path, f"neither a folder with a config.json nor a model on the Hugging Face hub{remedy}"):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     find_family(config, path, paths)
-    refuse_unpackable(config, path)
+    check_packable(config, path)
     return config
 
 
 @contextmanager
-def _opening(path: str, what: str) -> Iterator[None]:
-    """UserError for a folder that transformers does not open. Left to itself it asks on the terminal whether to run
-    code."""
+def _config_errors(path: str, problem: str) -> Iterator[None]:
+    """Raise a UserError in place of the errors of transformers' from_pretrained. All its calls have
+    trust_remote_code=False, because by default it asks on the terminal whether to run a model's code."""
     try:
         yield
     except (OSError, ValueError, ImportError) as error:
-        why = f"{what} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+        message = f"{problem} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
         if "trust_remote_code" in str(error):
-            why = "its files name Python code of their own to be run (auto_map), which is not done; give one without"
-        raise UserError(f"--model {path!r}: {why}") from error
+            message = "this model needs custom code (auto_map), which is not supported; use a model without it"
+        raise UserError(f"--model {path!r}: {message}") from error
 
 
-def refuse_unpackable(config: transformers.PreTrainedConfig, path: str) -> None:
-    """UserError for what a config asks of attention and we do not do: windows, and rotary frequencies that depend on
-    the longest sequence of a batch, which would differ from one micro-batch to another."""
+def check_packable(config: transformers.PreTrainedConfig, path: str) -> None:
+    """Raise UserError for attention that is not supported: windows, and rotary frequencies that depend on the longest
+    sequence of a batch, which would differ from one micro-batch to another."""
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    windows = ", ".join(sorted(kind for kind in kinds if "sliding" in kind or "chunked" in kind))
-    need(not windows, f"--model {path!r} has layers of {windows}, a window of {getattr(text, 'sliding_window', None)} "
-         "tokens, which is not computed here; if no sequence is longer, set use_sliding_window to false in config.json")
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    windows = ", ".join(sorted(name for name in layer_types if "sliding" in name or "chunked" in name))
+    need(not windows, f"--model {path!r} has {windows} layers with a window of {getattr(text, 'sliding_window', None)} "
+         "tokens, which are not supported; if no sequence is longer, set use_sliding_window to false in config.json")
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     need(rope not in ("dynamic", "longrope"), f"--model {path!r}: rotary embeddings of type {rope!r} depend on the "
          "longest sequence of a batch; set another rope_type, such as 'yarn', in its config.json")
 
 
 def find_family(config: transformers.PreTrainedConfig, path: str, paths: Sequence[str]) -> Family:
-    """The row of the table; or, for other types, one made from --family-paths, checked on a model without weights."""
+    """Return the model type's row of FAMILIES or, if --family-paths are given, a Family made from them and checked on a
+    model without weights."""
     if paths:
-        need(len(paths) == 2, f"--family-paths {' '.join(paths)}: give two, where the tower and the language model are")
-        return _family_of_paths(config, path, *paths)
+        need(len(paths) == 2, f"--family-paths {' '.join(paths)}: give two, of the vision tower and the language model")
+        return _family_from_paths(config, path, *paths)
     need(config.model_type in FAMILIES, f"--model {path!r} is of type {config.model_type!r}; supported: "
-         f"{', '.join(FAMILIES)}; in train.py others that see images as they do, by --family-paths")
+         f"{', '.join(FAMILIES)}; in train.py, use --family-paths for others that process images as these do")
     return FAMILIES[config.model_type]
 
 
-def _family_of_paths(config: transformers.PreTrainedConfig, path: str, vision: str, language: str) -> Family:
+def _family_from_paths(config: transformers.PreTrainedConfig, path: str, vision: str, language: str) -> Family:
     need(type(config) in AutoModel._model_mapping,
-         f"--model {path!r}: transformers has no model of images and text of type {config.model_type!r}")
-    with torch.device("meta"):  # its shape without its weights
-        # attention is named here, because a config may name a kernel of the hub, which is code
+         f"--model {path!r}: transformers has no image-text model of type {config.model_type!r}")
+    with torch.device("meta"):  # the modules without their weights
+        # name the attention, because a config may name a kernel from the hub, which is code
         hf = AutoModel.from_config(copy.deepcopy(config), attn_implementation="eager")
     features = getattr(hf.model, "get_image_features", None)
     need(features and hasattr(hf.model, "get_rope_index") and "image_grid_thw" in signature(features).parameters,
-         f"--model {path!r} ({config.model_type}): {LIKE_OURS}")
-    lists = [name for name, part in hf.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+         f"--model {path!r} ({config.model_type}): {SUPPORTED_MODELS}")
+    lists = [name for name, module in hf.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
     parents = [name.rpartition(".")[0] for name in lists]
-    some = ", ".join([*dict.fromkeys(parents)][:4])
+    examples = ", ".join([*dict.fromkeys(parents)][:4])
     vision_blocks = next((name for name in lists if name.startswith(f"{vision}.")), "")
-    need(vision_blocks, f"--family-paths {vision!r}: no list of blocks there; there are in {some}")
-    need(language in parents, f"--family-paths {language!r}: no list of blocks there; there are in {some}")
-    tower = ".".join(vision.split(".")[:2])  # the whole tower, even if a part of it is named
+    need(vision_blocks, f"--family-paths {vision!r} has no list of blocks; use a path that has one: {examples}")
+    need(language in parents, f"--family-paths {language!r} has no list of blocks; use a path that has one: {examples}")
+    tower = ".".join(vision.split(".")[:2])  # the whole tower, even if the path names a part of it
     blocks = lists[parents.index(language)].removeprefix(f"{language}.")
     return Family(tower, language, vision_blocks.removeprefix(f"{tower}."), blocks, lora_targets=())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Processor: messages and images to token ids and patches
+# The processor: from messages and images to token ids and patches
 
 
 class Processor:
-    """Tokenizer and image processor. transformers' AutoProcessor would also build a video processor, which needs
-    torchvision; expanding <|image_pad|> is all that it would add here."""
+    """A model's tokenizer and image processor. transformers' AutoProcessor would also build a video processor, which
+    needs torchvision; apart from that it would only expand <|image_pad|>, which `expand_image_tokens` does."""
 
     def __init__(self, path: str, min_pixels: int | None = None, max_pixels: int | None = None):
-        with _opening(path, "cannot load its tokenizer and image processor"):
+        with _config_errors(path, "cannot load its tokenizer and image processor"):
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             self.image_processor = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
-        kind = type(self.image_processor).__name__
-        need(kind.startswith("Qwen2VL"), f"--model {path!r}: its image processor is {kind}; {LIKE_OURS}")
-        given = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-        size = dict(self.image_processor.size) | {name: n for name, n in given.items() if n is not None}
-        least, most = size["shortest_edge"], size["longest_edge"]
-        own = [" (the model's own)" if n is None else "" for n in given.values()]
-        need(least <= most, f"--min-pixels {least}{own[0]} is over --max-pixels {most}{own[1]}; change one of them")
+        name = type(self.image_processor).__name__
+        need(name.startswith("Qwen2VL"), f"--model {path!r}: its image processor is {name}; {SUPPORTED_MODELS}")
+        limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+        size = dict(self.image_processor.size) | {name: n for name, n in limits.items() if n is not None}
+        low, high = size["shortest_edge"], size["longest_edge"]
+        notes = [" (the model's default)" if n is None else "" for n in limits.values()]
+        need(low <= high, f"--min-pixels {low}{notes[0]} is above --max-pixels {high}{notes[1]}; change one of them")
         self.image_processor.size = size
         self.merge_size = self.image_processor.merge_size
         self.patcher = self._make_patcher(path)
         need(self.tokenizer.chat_template is not None,
              f"--model {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
-        placeholders = [getattr(config, name, None) for name in PLACEHOLDERS]
+        placeholders = [getattr(config, name, None) for name in VISION_TOKEN_ID_KEYS]
         self.image_token_id = placeholders[0]
-        need(self.image_token_id is not None, f"--model {path!r}: its config names no image_token_id")
+        need(self.image_token_id is not None, f"--model {path!r}: its config has no image_token_id; use another model")
         eos = self.tokenizer.eos_token_id
-        with suppress(OSError):  # the file is optional; what it lists is what vLLM stops at
+        with suppress(OSError):  # the file is optional; vLLM stops at the token ids that it lists
             eos = transformers.GenerationConfig.from_pretrained(path, trust_remote_code=False).eos_token_id or eos
         self.eos_ids = sorted(eos) if isinstance(eos, list) else [eos]
         self.special_tokens = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
@@ -236,97 +240,100 @@ class Processor:
         self.banned_ids = sorted({i for i in banned if i is not None})
 
     def _make_patcher(self, path: str) -> Patcher:
-        """Return a Patcher with the image processor's values; raise UserError if it does more than look up bytes."""
+        """Return a Patcher that gives the image processor's values. Raise UserError if the image processor does more
+        than map each byte to a value."""
         processor, merge = self.image_processor, self.merge_size
         side = processor.patch_size * merge
         noise = np.random.default_rng(0).integers(0, 256, (6 * side, 8 * side, 3), dtype=np.uint8)
         images = [*(Image.new("RGB", (side, side), (byte,) * 3) for byte in range(256)), Image.fromarray(noise)]
-        theirs = processor(images=images, return_tensors="pt", do_resize=False)["pixel_values"]
-        plain, theirs = theirs.split([256 * merge**2, len(theirs) - 256 * merge**2])
-        table_CB = plain[:: merge**2].unflatten(1, (3, -1))[..., 0].t().contiguous()
+        patches = processor(images=images, return_tensors="pt", do_resize=False)["pixel_values"]
+        uniform, expected = patches.split([256 * merge**2, len(patches) - 256 * merge**2])
+        table_CB = uniform[:: merge**2].unflatten(1, (3, -1))[..., 0].t().contiguous()
         patcher = Patcher(table_CB, processor.patch_size, merge, processor.temporal_patch_size)
-        need(torch.equal(patcher(images[-1]), theirs),
-             f"--model {path!r}: its image processor does more than scale and normalize pixels; {LIKE_OURS}")
+        need(torch.equal(patcher(images[-1]), expected),
+             f"--model {path!r}: its image processor does more than scale and normalize pixels; {SUPPORTED_MODELS}")
         return patcher
 
-    def banned(self, vocab_size: int) -> Tensor:
-        """Ids that must never be sampled: vision placeholders and the padding rows of the vocabulary."""
+    def banned_token_ids(self, vocab_size: int) -> Tensor:
+        """Return the ids that must never be sampled: vision placeholders and the vocabulary's padding rows."""
         return torch.tensor(self.banned_ids + list(range(len(self.tokenizer), vocab_size)), dtype=torch.long)
 
-    def template(self, messages: Sequence[dict]) -> str:
-        """Chat-templated text, up to the next response, with one <|image_pad|> per <image> mark. A content that is a
-        list, not text, is taken as it is: what the policy said has no marks."""
-        parts = []
+    def apply_chat_template(self, messages: Sequence[dict]) -> str:
+        """Return the chat-templated text, up to the next response, with one <|image_pad|> per <image> mark. A content
+        that is a list, not a text, is kept unchanged: the policy's own text has no marks."""
+        templated = []
         for message in messages:
-            content, said = [], message["content"]
-            if isinstance(said, list):
-                parts.append(message)
+            content, text = [], message["content"]
+            if isinstance(text, list):
+                templated.append(message)
                 continue
-            for i, text in enumerate(said.split(IMAGE_MARK)):
+            for i, piece in enumerate(text.split(IMAGE_PLACEHOLDER)):
                 content += [{"type": "image"}] if i else []
-                content += [{"type": "text", "text": text}] if text else []
-            parts.append({"role": message["role"], "content": content})
-        return self.tokenizer.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
+                content += [{"type": "text", "text": piece}] if piece else []
+            templated.append({"role": message["role"], "content": content})
+        return self.tokenizer.apply_chat_template(templated, tokenize=False, add_generation_prompt=True)
 
-    def render(self, messages: Sequence[dict]) -> list[int]:
-        """The template's token ids."""
-        return self.tokenizer.encode(self.template(messages), add_special_tokens=False)
+    def tokenize_messages(self, messages: Sequence[dict]) -> list[int]:
+        """Return the token ids of the chat-templated text."""
+        return self.tokenizer.encode(self.apply_chat_template(messages), add_special_tokens=False)
 
-    def continuation(self, messages: Sequence[dict]) -> list[int]:
-        """What the template puts between a response, which ended in its end token, and the next one, when these
-        messages stand in between; one <|image_pad|> per <image> mark."""
-        mark = "RESPONSE"
-        before = [{"role": "user", "content": ""}, {"role": "assistant", "content": mark}]
-        ids = self.tokenizer.encode(self.template([*before, *messages]).split(mark, 1)[1], add_special_tokens=False)
+    def tokenize_observation(self, messages: Sequence[dict]) -> list[int]:
+        """Return the token ids that the template puts between two responses, the first of which ended with its end
+        token, when these messages come between them; with one <|image_pad|> per <image> mark."""
+        marker = "RESPONSE"
+        history = [{"role": "user", "content": ""}, {"role": "assistant", "content": marker}]
+        text = self.apply_chat_template([*history, *messages]).split(marker, 1)[1]
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
         return ids[1:] if ids and ids[0] in self.eos_ids else ids
 
-    def rewrites_history(self) -> bool:
-        """Does the template write what was said before otherwise than as it was said: without its thoughts, say?"""
+    def template_rewrites_history(self) -> bool:
+        """Return whether the template changes earlier responses, for example by removing their thoughts."""
         question = {"role": "user", "content": "question"}
-        start = self.template([question])
-        opened = "<think>\n" if start.endswith("<think>\n") else ""
-        said = f"{opened or '<think>'}thought\n</think>\n\nanswer"
-        written = self.template([question, {"role": "assistant", "content": said}, question])
-        return not written.startswith(start + said.removeprefix(opened))
+        prompt = self.apply_chat_template([question])
+        opening = "<think>\n" if prompt.endswith("<think>\n") else ""
+        response = f"{opening or '<think>'}thought\n</think>\n\nanswer"
+        history = self.apply_chat_template([question, {"role": "assistant", "content": response}, question])
+        return not history.startswith(prompt + response.removeprefix(opening))
 
     def special_tokens_in(self, messages: Sequence[dict]) -> list[str]:
-        """The tokenizer's special tokens that `render` would read from the messages' own text."""
-        texts = list(chain.from_iterable(message["content"].split(IMAGE_MARK) for message in messages))
+        """Return the tokenizer's special tokens that `tokenize_messages` would read from the messages' own text."""
+        texts = list(chain.from_iterable(message["content"].split(IMAGE_PLACEHOLDER) for message in messages))
         ids = set(chain.from_iterable(self.tokenizer.encode(text, add_special_tokens=False) for text in texts))
-        ids.discard(self.tokenizer.unk_token_id)  # of any text that the vocabulary lacks
+        ids.discard(self.tokenizer.unk_token_id)  # it stands for any text that the vocabulary lacks
         return [token for token, i in self.special_tokens.items() if i in ids or any(token in text for text in texts)]
 
     def count_tokens(self, messages: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> int:
-        """Prompt tokens, image tokens included, for images of these (width, height), without touching pixels."""
-        pixels = sum(math.prod(self.final_size(*size)) for size in sizes)
-        return len(self.render(messages)) - len(sizes) + pixels // (self.patcher.patch * self.merge_size) ** 2
+        """Return the number of prompt tokens, with those of images of these (width, height), without their pixels."""
+        n_image = sum(math.prod(self.resized_size(*s)) for s in sizes) // (self.patcher.patch * self.merge_size) ** 2
+        return len(self.tokenize_messages(messages)) - len(sizes) + n_image
 
-    def final_size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) at which the model sees an image."""
-        least, most = (self.image_processor.size[name] for name in ("shortest_edge", "longest_edge"))
-        return smart_resize(height, width, self.patcher.patch * self.merge_size, least, most)[::-1]
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the (width, height) at which the model sees an image."""
+        low, high = (self.image_processor.size[name] for name in ("shortest_edge", "longest_edge"))
+        return smart_resize(height, width, self.patcher.patch * self.merge_size, low, high)[::-1]
 
-    def image(self, key: str, image: Image.Image) -> ImageInput:
+    def image_to_patches(self, key: str, image: Image.Image) -> ImageInput:
         """Return an image as the model sees it. It is resized here, once, so that trainer and rollout engine see the
-        same pixels whichever of transformers' image processors each of them uses: they find nothing left to resize."""
-        image, size = image.convert("RGB"), self.final_size(*image.size)
+        same pixels whichever of transformers' image processors each of them uses: neither has to resize it again."""
+        image, size = image.convert("RGB"), self.resized_size(*image.size)
         if image.size != size:
             image = image.resize(size, Image.Resampling(self.image_processor.resample))
         w, h = (n // self.patcher.patch for n in size)
         return ImageInput(key, image, (1, h, w), h * w // self.merge_size**2, self.patcher)
 
-    def encode(self, messages: Sequence[dict], images: Sequence[ImageInput]) -> list[int]:
-        """Token ids of the prompt, each placeholder expanded to its image's number of image tokens."""
-        return self.expand(self.render(messages), images)
+    def tokenize_prompt(self, messages: Sequence[dict], images: Sequence[ImageInput]) -> list[int]:
+        """Return the token ids of the prompt, with each placeholder expanded to the image tokens of its image."""
+        return self.expand_image_tokens(self.tokenize_messages(messages), images)
 
-    def expand(self, short_ids: Sequence[int], images: Sequence[ImageInput]) -> list[int]:
-        """Each placeholder as the image tokens of its image."""
-        n_marks = short_ids.count(self.image_token_id)
-        need(n_marks == len(images), f"prompt has {n_marks} {IMAGE_MARK} marks or <|image_pad|> tokens, and "
-             f"{len(images)} images; there must be as many")
-        ids, following = [], iter(images)
-        for token in short_ids:
-            ids += [token] * (next(following).n_tokens if token == self.image_token_id else 1)
+    def expand_image_tokens(self, unexpanded_ids: Sequence[int], images: Sequence[ImageInput]) -> list[int]:
+        """Return the token ids with each placeholder expanded to the image tokens of its image. Raise UserError if the
+        numbers of placeholders and images differ."""
+        n_marks = unexpanded_ids.count(self.image_token_id)
+        need(n_marks == len(images), f"prompt has {n_marks} {IMAGE_PLACEHOLDER} marks or <|image_pad|> tokens but "
+             f"{len(images)} images; write one mark per image")
+        ids, remaining_images = [], iter(images)
+        for token in unexpanded_ids:
+            ids += [token] * (next(remaining_images).n_tokens if token == self.image_token_id else 1)
         return ids
 
 
@@ -335,56 +342,57 @@ class Processor:
 
 
 def mrope_positions(ids: Sequence[int], grids: Iterable[tuple[int, int, int]], image_token: int, merge: int) -> Tensor:
-    """M-RoPE positions (temporal, height, width) of tokens that start at position 0; (3, len(ids)) int64. Of an
-    iterator of grids, it takes those of the images among them.
+    """Return M-RoPE positions (temporal, height, width) of tokens that start at position 0, (3, len(ids)) int64. An
+    iterator of grids is advanced by one grid for each image among the tokens.
 
     Text advances all three rows by one per token. An image spans its merged grid and advances them by the larger of
     its merged height and width.                                                       Qwen2-VL, arXiv:2409.12191
     """
     grids = iter(grids)
-    columns, position, at = [], 0, 0
-    while image_token in ids[at:]:
-        n_text = ids.index(image_token, at) - at
+    columns, position, index = [], 0, 0
+    while image_token in ids[index:]:
+        n_text = ids.index(image_token, index) - index
         columns.append(torch.arange(position, position + n_text).expand(3, -1))
         position += n_text
         t, h, w = next(grids)
         h, w = h // merge, w // merge
         columns.append(torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w)).t() + position)
         position += max(h, w)
-        at += n_text + t * h * w
-    columns.append(torch.arange(position, position + len(ids) - at).expand(3, -1))
+        index += n_text + t * h * w
+    columns.append(torch.arange(position, position + len(ids) - index).expand(3, -1))
     return torch.cat(columns, dim=1)
 
 
-def micro_positions(micro: MicroBatch, image_token: int, merge: int) -> Tensor:
-    """Positions of a micro-batch, (3, T): those of a run continue from the token before it, wherever that stands."""
+def micro_batch_positions(micro: MicroBatch, image_token: int, merge: int) -> Tensor:
+    """Return the positions of a micro-batch, (3, T). Those of a segment continue from the token before it in its
+    sequence, which may be anywhere earlier in the micro-batch."""
     ids, grids = micro.ids_T.tolist(), iter([image.grid_thw for image in micro.images])
     positions = torch.empty(3, len(ids), dtype=torch.long)
-    highest = torch.empty(len(ids), dtype=torch.long)  # position so far on the way from the root
-    for start, stop, before in micro.runs:
-        first = int(highest[before]) + 1 if before >= 0 else 0
+    highest = torch.empty(len(ids), dtype=torch.long)  # largest position of each token and its prefix
+    for start, stop, previous in micro.segments:
+        first = int(highest[previous]) + 1 if previous >= 0 else 0
         positions[:, start:stop] = mrope_positions(ids[start:stop], grids, image_token, merge) + first
         highest[start:stop] = positions[:, start:stop].amax(dim=0).cummax(dim=0).values
     return positions
 
 
-def embed(hf: nn.Module, ids: Tensor, features: Tensor | None, image_token: int) -> Tensor:
-    """Token embeddings with the images' features at their tokens. ids (B, T) -> (B, T, H)."""
+def embed_inputs(hf: nn.Module, ids: Tensor, features: Tensor | None, image_token: int) -> Tensor:
+    """Return token embeddings with the images' features at the image tokens. ids (B, T) -> (B, T, H)."""
     embeds = hf.get_input_embeddings()(ids)
     if features is None:
         return embeds
     return embeds.masked_scatter((ids == image_token)[..., None], features.to(embeds.dtype))
 
 
-def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, cache=None, plan=None) -> Tensor:
-    """Last hidden states. embeds (B, T, H), positions (3, B, T); what attends to what is given by a mask (B or 1, 1, T,
-    keys) bool or by a plan, called in each layer as plan(layer, query, key, value, scale); -> (B, T, H)."""
+def run_language_model(hf, embeds, positions, mask=None, deep=(), image_mask=None, cache=None, plan=None) -> Tensor:
+    """Return the last hidden states, (B, T, H), of embeds (B, T, H) at positions (3, B, T). Attention is defined by a
+    bool mask, (B or 1, 1, T, keys), or by a plan, which each layer calls as plan(layer, query, key, value, scale)."""
     text_model = hf.get_submodule(hf.family.language)
-    # Given as a finished mask per layer type, so that transformers derives nothing from positions or padding. The
-    # families that do not know the mapping take the 4-D mask itself.
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=embeds.device) if plan is not None else mask  # not looked at
+    # A finished mask per layer type, so that transformers derives nothing from positions or padding. Families without
+    # layer types accept the 4-D mask itself. With a plan, the mask is not read.
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=embeds.device) if plan is not None else mask
     types = set(getattr(text_model.config, "layer_types", None) or ())
-    # Recurrent layers want to know which tokens are no padding; the last one sees all of those.
+    # Recurrent layers need a mask of the tokens that are not padding: exactly those that the last token sees
     masks = {t: mask[:, 0, -1] if t == "linear_attention" and plan is None else mask for t in types}
     inputs = {"inputs_embeds": embeds, "position_ids": positions, "attention_mask": masks or mask, "plan": plan}
     if len(deep):
@@ -397,18 +405,19 @@ def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, 
 
 
 class PolicyOutput(NamedTuple):
-    """Of the K trained tokens of a micro-batch, fp32. With a loss, log-probabilities and entropies have no gradient."""
+    """The results for the K trained tokens of a micro-batch, in fp32. With a loss, log-probabilities and entropies have
+    no gradient."""
 
-    logp_K: Tensor  # nats, of the token that was sampled, at the sampling temperature
+    logp_K: Tensor  # log-probability of the sampled token at the sampling temperature, in nats
     entropy_K: Tensor
-    loss: Tensor | None = None  # of the micro-batch, differentiable
+    loss: Tensor | None = None  # loss of the micro-batch, differentiable
     value_K: Tensor | None = None  # expected return before each token, differentiable
 
 
 class Policy(nn.Module):
-    """A vision-language model as the update sees it: a micro-batch in, log-probabilities of its trained tokens out;
-    with a value head also the expected return before each of them. The head starts at 0, and so do the values.
-    `attention` and `kernel` are --attn and --kernel as resolved."""
+    """A vision-language model for the update: it returns the log-probabilities of a micro-batch's trained tokens and,
+    with a value head, the expected return before each of them. The value head is initialized to 0, so its first values
+    are 0. `attention` and `kernel` are the resolved --attn and --kernel."""
 
     def __init__(
         self, hf, processor, train_vision="none", attention="sdpa", cache: VisionCache | None = None, kernel="auto",
@@ -419,101 +428,105 @@ class Policy(nn.Module):
         self.attention = attention
         self.cache = cache
         self.kernel = kernel
-        self.tp_group = None  # the processes that divide the language blocks, see parallel/tensor_parallel.py
+        self.tp_group = None  # process group that splits the language blocks, see parallel/tensor_parallel.py
         self.merge_size = processor.merge_size
         self.image_token_id = processor.image_token_id
         self.patcher = processor.patcher
-        self.register_buffer("banned", processor.banned(hf.config.text_config.vocab_size), persistent=False)
-        self.visual = [hf.get_submodule(hf.family.vision)]  # in a list: not a second registration
-        choose_trained(hf, train_vision)
+        self.register_buffer("banned", processor.banned_token_ids(hf.config.text_config.vocab_size), persistent=False)
+        self.visual = [hf.get_submodule(hf.family.vision)]  # in a list, because hf has registered it already
+        set_trainable(hf, train_vision)
         self.vision_frozen = not any(p.requires_grad for p in self.visual[0].parameters())
-        assert cache is None or self.vision_frozen, "features of a tower that trains go stale"
+        assert cache is None or self.vision_frozen, "cached features become stale when the vision tower is trained"
         if value_head:
             self.value_head = nn.Linear(hf.config.text_config.hidden_size, 1)
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0, loss=None, tokens=None) -> PolicyOutput:
-        """With a loss (a grpo.PolicyLoss, which reads `tokens`, the TokenBatch's rows of the micro-batch), the cheaper
-        way to train: see kernels.fused_policy_loss."""
-        hidden_KH = self.hidden(micro)
-        value_K = self.values(hidden_KH) if hasattr(self, "value_head") else None
+        """Return the results for the trained tokens. A loss (a grpo.PolicyLoss, which reads `tokens`, the micro-batch's
+        rows of the TokenBatch) is the cheaper way to train: see kernels.fused_policy_loss."""
+        hidden_KH = self.hidden_states(micro)
+        value_K = self.predict_values(hidden_KH) if hasattr(self, "value_head") else None
         [target_K] = copy_together([micro.target_K], hidden_KH.device)
-        out = self.head(hidden_KH, target_K, temperature, loss, tokens)
+        out = self.apply_head(hidden_KH, target_K, temperature, loss, tokens)
         return out._replace(value_K=value_K)
 
-    def head(self, hidden_KH, target_K, temperature, loss, tokens) -> PolicyOutput:
-        """With tensor parallelism each process does a share of the rows, see parallel.tensor_parallel."""
-        predicted = (hidden_KH, self.hf.get_output_embeddings().weight, target_K)
+    def apply_head(self, hidden_KH, target_K, temperature, loss, tokens) -> PolicyOutput:
+        """Apply the policy head. With tensor parallelism each process computes some of the rows, see
+        parallel.tensor_parallel."""
+        inputs = (hidden_KH, self.hf.get_output_embeddings().weight, target_K)
         if loss is None:
-            return PolicyOutput(*linear_logprob(*predicted, temperature, self.banned, self.kernel))
-        total, logp_K, entropy_K = fused_policy_loss(*predicted, loss, tokens, temperature, self.banned, self.kernel)
+            return PolicyOutput(*linear_logprob(*inputs, temperature, self.banned, self.kernel))
+        total, logp_K, entropy_K = fused_policy_loss(*inputs, loss, tokens, temperature, self.banned, self.kernel)
         return PolicyOutput(logp_K, entropy_K, total)
 
-    def hidden(self, micro: MicroBatch) -> Tensor:
-        """The states that the trained tokens are predicted from, (K, H)."""
-        positions = micro_positions(micro, self.image_token_id, self.merge_size)
+    def hidden_states(self, micro: MicroBatch) -> Tensor:
+        """Return the hidden states that predict the trained tokens, (K, H)."""
+        positions = micro_batch_positions(micro, self.image_token_id, self.merge_size)
         micro = micro.to(self.banned.device)
         features, deep = None, []
         if micro.images:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
                 features, deep = vision_features(self.hf, micro.images, self.cache)
         image_mask = (micro.ids_T == self.image_token_id)[None]
-        embeds = embed(self.hf, micro.ids_T[None], features, self.image_token_id)
+        embeds = embed_inputs(self.hf, micro.ids_T[None], features, self.image_token_id)
         if not micro.images and not self.vision_frozen:
-            embeds = embeds + self._no_image().to(embeds.dtype)
+            embeds = embeds + self._zero_vision_loss().to(embeds.dtype)
         plan = PackedAttention(self.attention, micro)
-        [at] = copy_together([positions[:, None]], embeds.device)
-        return language_hidden(self.hf, embeds, at, deep=deep, image_mask=image_mask, plan=plan)[0, micro.source_K]
+        [positions] = copy_together([positions[:, None]], embeds.device)
+        hidden = run_language_model(self.hf, embeds, positions, deep=deep, image_mask=image_mask, plan=plan)
+        return hidden[0, micro.hidden_index_K]
 
-    def _no_image(self) -> Tensor:
-        """0, by way of a tower that trains. Every rank must gather and reduce the tower's blocks, forward and backward:
-        a micro-batch without images looks at a blank one, and gives the tower zeros. Through the embeddings, as images
-        do: in a loss apart, the first language block of a model with adapters would have an input without gradient, and
-        reduce out of turn."""
+    def _zero_vision_loss(self) -> Tensor:
+        """Return a zero that depends on the trained vision tower. Every rank must gather and reduce the tower's blocks,
+        forward and backward, so for a micro-batch without images the tower gets a blank image and zero gradients. The
+        zero is added to the embeddings, where images' features are too: with a separate loss, the first language block
+        of a model with adapters would have an input without gradient, and reduce out of order."""
         smallest = Image.new("RGB", [self.merge_size * self.patcher.patch] * 2)
         grid = (1, self.merge_size, self.merge_size)
         pooled, layers = vision_features(self.hf, [ImageInput("blank", smallest, grid, 1, self.patcher)])
         return sum(layer.sum() for layer in (pooled, *layers)) * 0.0
 
-    def values(self, hidden_KH: Tensor) -> Tensor:
-        """(K,) in fp32, whatever the model computes in: returns are regressed, and bfloat16 has three digits."""
+    def predict_values(self, hidden_KH: Tensor) -> Tensor:
+        """Return the values, (K,), in fp32 whatever the compute dtype: they are fitted to returns by regression, and
+        bfloat16 has three digits."""
         return hidden_KH.float() @ self.value_head.weight[0].float() + self.value_head.bias.float()
 
-    def plain_logprobs(self, prompt: Any, response: Sequence[int], temperature: float) -> Tensor:
-        """Log-probabilities of a response to a rollout.Prompt by transformers' own forward, with its own positions and
-        masks, and the plain-torch head: nothing of how we pack, place and embed. The self-test compares with it."""
+    def unpacked_logprobs(self, prompt: Any, response: Sequence[int], temperature: float) -> Tensor:
+        """Return the log-probabilities of a response to a rollout.Prompt by transformers' own forward, with its own
+        positions and masks, and the plain-torch head: without our packing, positions and embeddings. The self-test
+        compares with them."""
         device = self.banned.device
         ids_1T = torch.tensor([[*prompt.token_ids, *response]], device=device)
-        # transformers expects no image in a response, so the marks of prompts alone
+        # the marks of image tokens; transformers expects none in a response
         inputs = {"mm_token_type_ids": (ids_1T == self.image_token_id).int()}
         if prompt.images:
             inputs["pixel_values"] = torch.cat([image.pixel_values(device) for image in prompt.images])
             inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in prompt.images], device=device)
         mask = torch.ones_like(ids_1T)
         hidden_TH = self.hf.model(input_ids=ids_1T, attention_mask=mask, use_cache=False, **inputs)[0][0]
-        first, weight_VH = len(prompt.token_ids), self.hf.get_output_embeddings().weight
-        predicted = hidden_TH[first - 1 : -1], weight_VH, ids_1T[0, first:]
-        return linear_logprob(*predicted, temperature, self.banned, "torch")[0]
+        start, weight_VH = len(prompt.token_ids), self.hf.get_output_embeddings().weight
+        head_inputs = hidden_TH[start - 1 : -1], weight_VH, ids_1T[0, start:]
+        return linear_logprob(*head_inputs, temperature, self.banned, "torch")[0]
 
 
-def choose_trained(hf: nn.Module, train_vision: str) -> None:
-    """The language model trains, and of the vision tower what --train-vision says; where there are adapters, they
-    alone."""
-    if lora_layers(hf):
+def set_trainable(hf: nn.Module, train_vision: str) -> None:
+    """Make the language model and the --train-vision part of the vision tower trainable; in a model with adapters, only
+    the adapters."""
+    if find_lora_layers(hf):
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(".lora_" in name)
         return
     hf.requires_grad_(True)
     tower = hf.get_submodule(hf.family.vision)
     tower.requires_grad_(train_vision in ("tower", "all"))
-    for name, part in tower.named_children():
-        if "merger" in name:  # it turns patches into the language model's tokens
-            part.requires_grad_(train_vision in ("merger", "all"))
+    for name, module in tower.named_children():
+        if "merger" in name:  # the merger turns patches into the language model's tokens
+            module.requires_grad_(train_vision in ("merger", "all"))
 
 
 class Critic(Policy):
-    """A copy of the model that only predicts returns: a micro-batch in, value_K out."""
+    """A copy of the model that only predicts returns: it returns value_K of a micro-batch."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs, value_head=True)
@@ -522,7 +535,7 @@ class Critic(Policy):
             head.requires_grad_(False)  # never used
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        return self.values(self.hidden(micro))
+        return self.predict_values(self.hidden_states(micro))
 
 
 def resolve_dtype(choice: str, device: torch.device) -> torch.dtype:
@@ -532,36 +545,36 @@ def resolve_dtype(choice: str, device: torch.device) -> torch.dtype:
 
 
 def weight_files(path: str) -> list[Path]:
-    """Return the safetensors files of a model folder or hub id; raise UserError for one that is missing, or that its
-    index has outside of the folder. Files of other kinds, such as pickles, are never read."""
+    """Return the safetensors files of a model folder or hub id. Raise UserError if one of them is missing, or if the
+    index lists one outside the folder. Files of other formats, such as pickles, are never read."""
     cached = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
     index, names = cached("model.safetensors.index.json"), ["model.safetensors"]
     if index:
-        with refusing((ValueError, LookupError, TypeError, AttributeError), f"--model {path!r}: {index} is damaged"):
+        with as_user_error((ValueError, LookupError, TypeError, AttributeError), f"--model {path!r}: damaged {index}"):
             names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
             outside = [name for name in names if Path(name).name != name]
-        need(not outside, f"--model {path!r}: {index} names {outside[:3]}, outside of the model's folder; correct it")
+        need(not outside, f"--model {path!r}: {index} lists files outside its folder: {outside[:3]}; correct it")
     files = [cached(name) for name in names]
     missing = [name for name, file in zip(names, files, strict=True) if file is None]
-    need(not missing, f"--model {path!r}: {len(missing)} of {len(names)} files of weights are missing: {missing[:3]}")
+    need(not missing, f"--model {path!r}: {len(missing)} of {len(names)} weight files are missing: {missing[:3]}")
     return [Path(file) for file in files]
 
 
 def load_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...] = ()) -> nn.Module:
-    """The bare transformers model of a folder or hub id; its row of the family table is hf.family."""
+    """Return the bare transformers model of a folder or hub id, with its row of the family table in hf.family."""
     config = load_config(path, paths)
     family = find_family(config, path, paths)
     weight_files(path)
-    transformers.utils.logging.disable_progress_bar()  # one per rank and load would bury the run's own lines
+    transformers.utils.logging.disable_progress_bar()  # a bar per rank and load would hide the run's own output
     register_attention()
-    plain = {"attn_implementation": "planned", "trust_remote_code": False, "use_safetensors": True}
-    return prepare(AutoModel.from_pretrained(path, config=config, dtype=dtype, **plain), family)
+    options = {"attn_implementation": "planned", "trust_remote_code": False, "use_safetensors": True}
+    return attach_family(AutoModel.from_pretrained(path, config=config, dtype=dtype, **options), family)
 
 
-def prepare(hf: nn.Module, family: Family) -> nn.Module:
+def attach_family(hf: nn.Module, family: Family) -> nn.Module:
     """Set hf.family and the tower's attention, and let attention plans reach the recurrent layers."""
     hf.family = family
-    if family in FAMILIES.values():  # their towers tell attention where each image, or window, ends
+    if family in FAMILIES.values():  # their towers pass the bounds of images, or of windows, to attention
         hf.get_submodule(family.vision).config._attn_implementation = "planned_flash"
-    plan_recurrent_layers(hf.get_submodule(family.language))
+    patch_recurrent_layers(hf.get_submodule(family.language))
     return hf

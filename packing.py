@@ -1,11 +1,11 @@
-"""Rollouts to micro-batches: prompts shared by their responses, and work balanced over ranks and micro-batches.
+"""Packing of rollouts into micro-batches with shared prefixes, and load balancing across ranks and micro-batches.
 
-A micro-batch holds each prompt with its images once, followed by its responses. Whatever else responses of a prompt
-have in common, such as equal first tokens or earlier turns, is shared in the same way. A token attends to its prefix
-and itself, nothing else, so log-probabilities and gradients are those of separate sequences.
+A micro-batch contains each prompt and its images once, followed by the responses. Other common prefixes of responses,
+such as equal first tokens or earlier turns, are shared in the same way. A token attends only to its prefix and itself,
+so log-probabilities and gradients equal those of separate sequences.
 
-Axes: N trained tokens of a step on this rank, T packed tokens of a micro-batch, K trained tokens among them; in balance
-N items, B bins, D divisions of a few items between two bins.
+Axes: N tokens that the policy sampled, in a step on this rank; T packed tokens in a micro-batch; K sampled tokens that
+the micro-batch predicts. In the balancing functions: I items, B bins, D ways to divide a few items between two bins.
 """
 
 import hashlib
@@ -20,34 +20,35 @@ import torch
 from torch import Tensor
 
 from errors import need
-from utils import Context, Meter, copy_together
+from utils import DistContext, Meter, copy_together
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The records: what the loss reads, and how it is laid out
+# The records: columns that the loss reads, and the layout of micro-batches
 
 
 @dataclass(eq=False, slots=True)
 class TokenBatch:
-    """One row for each token that the policy produced, (N,) each, rollout by rollout. A column that was not computed is
-    None: to use it is an error, and so is a name that is not here."""
+    """A table with a row for each token that the policy sampled, in the order of the rollouts. Each column is (N,). A
+    column that was not computed is None. Using such a column is an error, and so is using a name that is not listed
+    here."""
 
-    rollout: Tensor  # int64, index of its rollout in the batch
-    rollout_logps: Tensor  # the engine's log-probabilities; this and the rest fp32
-    n_images: Tensor  # of the rollout
-    weights: Tensor | None = None  # see grpo.token_weights; 0: not trained on
-    old_logps: Tensor | None = None  # of what the ratio compares with: Algorithm.old_policy
-    ref_logps: Tensor | None = None  # of the reference policy
-    values: Tensor | None = None  # expected returns, under the weights before the update
+    rollout: Tensor  # int64, index of the token's rollout in the batch
+    rollout_logps: Tensor  # the engine's log-probabilities; this and all following columns are fp32
+    n_images: Tensor  # number of images of the rollout
+    weights: Tensor | None = None  # weight of the token in the loss (grpo.token_weights); 0: not trained on
+    old_logps: Tensor | None = None  # log-probabilities under the old policy (Algorithm.old_policy)
+    ref_logps: Tensor | None = None  # log-probabilities under the reference policy
+    values: Tensor | None = None  # expected returns, computed before the update
     advantages: Tensor | None = None
     returns: Tensor | None = None
-    logps: Tensor | None = None  # under the weights of the current update; so are entropies
+    logps: Tensor | None = None  # logps and entropies are those of the last forward pass of the update
     entropies: Tensor | None = None
-    turn_rewards: Tensor | None = None  # of episodes: what an environment gave for the turn that ends here, else 0
-    tangents: Tensor | None = None  # (N, 3): what kernels.TangentLoss reads
+    turn_rewards: Tensor | None = None  # episodes: the environment's reward of the turn that ends here, else 0
+    tangents: Tensor | None = None  # (N, 3): constant, slope by logp, slope by entropy; for kernels.TangentLoss
 
     def columns(self) -> dict[str, Tensor]:
-        """Return those that were computed."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        """Return the columns that were computed, by name."""
+        return {f.name: column for f in fields(self) if (column := getattr(self, f.name)) is not None}
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenBatch":
         return TokenBatch(**{name: column[rows] for name, column in self.columns().items()})
@@ -56,8 +57,8 @@ class TokenBatch:
         return len(self.rollout)
 
     def fill(self, rows: Tensor, **columns: Tensor | None) -> None:
-        """Set some rows of the given columns. A column that does not exist yet is created, with NaN in its other rows;
-        a column given as None is skipped."""
+        """Set some rows of these columns. A column that does not exist yet is created with NaN in its other rows; a
+        column passed as None is skipped."""
         for name, values in columns.items():
             if values is not None:
                 if getattr(self, name) is None:
@@ -65,12 +66,12 @@ class TokenBatch:
                 getattr(self, name)[rows] = values.float().cpu()
 
     def to(self, device: torch.device) -> "TokenBatch":
-        names, columns = zip(*self.columns().items(), strict=True)
-        return TokenBatch(**dict(zip(names, copy_together(columns, device), strict=True)))
+        columns = self.columns()
+        return TokenBatch(**dict(zip(columns, copy_together(list(columns.values()), device), strict=True)))
 
 
-def token_batch(rollouts: Sequence[Any], weights: Sequence[float] | None = None) -> TokenBatch:
-    """The tokens of rollouts, with the weight of each token of a rollout if given."""
+def make_token_batch(rollouts: Sequence[Any], weights: Sequence[float] | None = None) -> TokenBatch:
+    """Return the TokenBatch of rollouts. `weights` has one weight per rollout, which all its tokens get."""
     counts = torch.tensor([sum(r.response_mask) for r in rollouts], dtype=torch.long)
     n_images = torch.tensor([float(len(r.prompt.images) + len(r.images)) for r in rollouts])
     return TokenBatch(
@@ -78,35 +79,38 @@ def token_batch(rollouts: Sequence[Any], weights: Sequence[float] | None = None)
         rollout_logps=torch.tensor(list(chain.from_iterable(r.logprobs for r in rollouts)), dtype=torch.float32),
         n_images=n_images.repeat_interleave(counts),
         weights=None if weights is None else torch.tensor(weights, dtype=torch.float32).repeat_interleave(counts),
-        turn_rewards=turn_rewards(rollouts) if any(r.turn_rewards for r in rollouts) else None,
+        turn_rewards=make_turn_rewards(rollouts) if any(r.turn_rewards for r in rollouts) else None,
     )
 
 
-def turn_rewards(rollouts: Sequence[Any]) -> Tensor:
-    """(N,): of each turn its environment's reward, at the last token that the policy produced before it."""
+def make_turn_rewards(rollouts: Sequence[Any]) -> Tensor:
+    """Return (N,): the environment's reward of each turn, at the last token that the policy sampled in the turn."""
     rewards_N = []
     for r in rollouts:
-        rest = iter(r.turn_rewards)
+        remaining = iter(r.turn_rewards)
         neighbours = pairwise([*r.response_mask, False])
-        rewards_N += [0.0 if goes_on else next(rest, 0.0) for produced, goes_on in neighbours if produced]
+        rewards_N += [0.0 if next_sampled else next(remaining, 0.0) for sampled, next_sampled in neighbours if sampled]
     return torch.tensor(rewards_N, dtype=torch.float32)
 
 
 @dataclass(eq=False)
 class MicroBatch:
-    """The layout of T tokens, depth first: a prompt, a response of it, the next response of it, the next prompt.
+    """The layout of T packed tokens, depth first: a prompt, each of its responses in turn, then the next prompt.
 
-    The tokens that continue the one at k are positions k + 1 to end_T[k] - 1, so query q sees key k exactly if
-    k <= q < end_T[k]: one integer per token holds the whole mask. Trained token j has id target_K[j], is predicted by
-    the hidden state at source_K[j], and is row token_index_K[j] of the TokenBatch. Rows ascend, so the tokens of a
-    rollout are contiguous, even if its turns are separate sequences.
+    The tokens that continue the token at k are at positions k + 1 to subtree_end_T[k] - 1, so query q attends to key k
+    if and only if k <= q < subtree_end_T[k]: one integer per token encodes the whole attention mask. Sampled token j of
+    the K has id target_K[j], is predicted by the hidden state at position hidden_index_K[j], and is row
+    token_index_K[j] of the TokenBatch. These rows ascend, so the tokens of a rollout are contiguous in K even if its
+    turns are separate sequences.
     """
 
-    ids_T: Tensor  # int64, as all here
-    end_T: Tensor
-    runs: list[tuple[int, int, int]]  # unbroken stretches: (start, stop, position of the token before it; -1: none)
+    ids_T: Tensor  # int64, like all tensors here
+    subtree_end_T: Tensor
+    # contiguous pieces: (start, stop, position of the token that precedes it in its sequence, or -1). This token is not
+    # start - 1 where a sequence continues a prefix that stands earlier in the pack
+    segments: list[tuple[int, int, int]]
     images: list[Any]  # in the order of their tokens in ids_T
-    source_K: Tensor
+    hidden_index_K: Tensor
     target_K: Tensor
     token_index_K: Tensor
 
@@ -115,30 +119,32 @@ class MicroBatch:
         return len(self.ids_T)
 
     def to(self, device: torch.device) -> "MicroBatch":
-        columns = (self.ids_T, self.end_T, self.source_K, self.target_K, self.token_index_K)
-        ids_T, end_T, *rest = copy_together(columns, device)
-        return MicroBatch(ids_T, end_T, self.runs, self.images, *rest)
+        columns = (self.ids_T, self.subtree_end_T, self.hidden_index_K, self.target_K, self.token_index_K)
+        ids_T, end_T, *trained_columns = copy_together(columns, device)
+        return MicroBatch(ids_T, end_T, self.segments, self.images, *trained_columns)
 
 
-NOTHING = torch.zeros(0, dtype=torch.long)
-IDLE = MicroBatch(torch.tensor([0]), torch.tensor([1]), [(0, 1, -1)], [], NOTHING, NOTHING, NOTHING)  # trains nothing
+EMPTY_INDEX = torch.zeros(0, dtype=torch.long)
+# One token and nothing to train, for ranks that need another micro-batch because collectives must match
+DUMMY_MICRO_BATCH = MicroBatch(torch.tensor([0]), torch.tensor([1]), [(0, 1, -1)], [],
+                               EMPTY_INDEX, EMPTY_INDEX, EMPTY_INDEX)
 
 
 @dataclass(eq=False)
-class Batch:
-    """What a step trains on, on this rank: whole groups, their tokens, and for each minibatch (optimizer step of a
-    pass) the layout of those that can have a gradient."""
+class TrainBatch:
+    """The data that a step trains on, on this rank: whole groups, their tokens, and for each minibatch (one optimizer
+    step) the micro-batches of the rollouts that can have a gradient."""
 
     rollouts: list[Any]
     tokens: TokenBatch
     minibatches: list[list[MicroBatch]]
 
     def rows(self, minibatch: int) -> Tensor:
-        """Return the rows of a minibatch's tokens, in ascending order, so that those of a rollout stand together."""
-        return torch.cat([NOTHING, *(micro.token_index_K for micro in self.minibatches[minibatch])]).sort().values
+        """Return the TokenBatch rows of a minibatch in ascending order, so that each rollout's rows are contiguous."""
+        return torch.cat([EMPTY_INDEX, *(micro.token_index_K for micro in self.minibatches[minibatch])]).sort().values
 
     def splits_rollouts(self, minibatch: int) -> bool:
-        """Return whether several micro-batches of a minibatch have tokens of the same rollout."""
+        """Return whether a rollout's tokens are in more than one micro-batch of a minibatch."""
         parts = [self.tokens.rollout[micro.token_index_K].unique() for micro in self.minibatches[minibatch]]
         return sum(map(len, parts)) > len(self.tokens.rollout[self.rows(minibatch)].unique())
 
@@ -154,118 +160,115 @@ class Batch:
 
 @dataclass(frozen=True)
 class Packer:
-    """How micro-batches are made: of at most max_tokens tokens, balanced by `rates` (flop_rates; None: by tokens).
-    Without `share` each response has a prompt of its own (--attn flash)."""
+    """A packer of rollouts into micro-batches of at most max_tokens tokens, balanced by their FLOPs. If `flop_costs` is
+    None, they are balanced by tokens. Without `share` each response has its own copy of the prompt (--attn flash)."""
 
     max_tokens: int
-    image_token: int
-    rates: "FlopRates | None" = None
+    image_token: int  # token id
+    flop_costs: "FlopCosts | None" = None
     share: bool = True
 
-    def pack(
-        self, rollouts: Sequence[Any], chosen: Sequence[int] | None = None, agree: Callable[[int], int] = lambda n: n
-    ) -> list[MicroBatch]:
-        """Micro-batches of the chosen rollouts (default: all), each sequence in exactly one. Turns that are
-        separate sequences may be in different ones.
+    def pack(self, rollouts: Sequence[Any], chosen: Sequence[int] | None = None,
+             reduce_max: Callable[[int], int] = lambda n: n) -> list[MicroBatch]:
+        """Return micro-batches of the chosen rollouts (default: all). Each sequence is in exactly one micro-batch, but
+        turns that are separate sequences may be in different ones.
 
-        There are as few as best-fit decreasing needs, or `agree(needed)` of them: the largest number over all ranks, as
-        collectives must match. Where there are fewer groups than that, the rest hold one token and train nothing.
-        UserError for a response that cannot fit alone, ValueError for images that disagree with their tokens.
+        The number of micro-batches comes from best-fit decreasing, raised by `reduce_max` to the maximum over ranks,
+        because the collectives of the ranks must match. A rank with less to pack adds dummy ones of one token.
+        Raise UserError for a response that does not fit on its own, ValueError if images do not match their tokens.
         """
         first_rows = list(accumulate((sum(r.response_mask) for r in rollouts), initial=0))
-        groups: dict[Any, list[_Input]] = {}
+        groups: dict[Any, list[_PackedSequence]] = {}
         for i in range(len(rollouts)) if chosen is None else chosen:
-            for turn in turns_of(rollouts[i], first_rows[i]):
+            for turn in training_sequences(rollouts[i], first_rows[i]):
                 key = rollouts[i].prompt.uid if self.share else (i, turn.first_row)
-                groups.setdefault(key, []).append(_Input(rollouts[i], turn, key, self.image_token))
-        units = list(chain.from_iterable(map(self._split, groups.values())))
-        sizes = [size for _, size in units]
-        wanted = agree(bins_needed(sizes, self.max_tokens))
-        if not units:
-            return [IDLE] * wanted
+                groups.setdefault(key, []).append(_PackedSequence(rollouts[i], turn, key, self.image_token))
+        chunks = list(chain.from_iterable(map(self._split, groups.values())))
+        sizes = [size for _, size in chunks]
+        n_micros = reduce_max(bins_needed(sizes, self.max_tokens))
+        if not chunks:
+            return [DUMMY_MICRO_BATCH] * n_micros
         costs = sizes
-        if self.rates is not None:
-            costs = [sequences_flops(inputs[0].rollout.prompt, inputs, self.rates) for inputs, _ in units]
-        micros = []
-        for chosen_units in balance(costs, min(wanted, len(units)), sizes=sizes, max_size=self.max_tokens):
-            micros.append(lay_out(list(chain.from_iterable(units[i][0] for i in chosen_units))))
-        return micros + [IDLE] * (wanted - len(micros))
+        if self.flop_costs is not None:
+            costs = [sequences_flops(seqs[0].rollout.prompt, seqs, self.flop_costs) for seqs, _ in chunks]
+        bins = balance(costs, min(n_micros, len(chunks)), sizes=sizes, max_size=self.max_tokens)
+        micros = [build_micro_batch(list(chain.from_iterable(chunks[i][0] for i in members))) for members in bins]
+        return micros + [DUMMY_MICRO_BATCH] * (n_micros - len(micros))
 
-    def _split(self, group: list["_Input"]) -> list[tuple[list["_Input"], int]]:
-        """Responses of a prompt in units of at most max_tokens tokens, with their sizes: a group over the budget
-        repeats what it shares."""
-        units: list[tuple[list[_Input], int]] = []
-        before: tuple[int, ...] = ()
-        for one in sorted(group, key=lambda one: one.ids):
-            prompt = one.rollout.prompt
-            need(len(one.ids) <= self.max_tokens,
-                 f"prompt {prompt.uid!r} of {len(prompt.token_ids)} tokens and its response need {len(one.ids)}, over "
-                 f"--micro-tokens {self.max_tokens}; raise it, or lower --max-new-tokens")
-            new = len(one.ids) - common_prefix(before, one.ids)
-            if units and units[-1][1] + new <= self.max_tokens:
-                units[-1] = (units[-1][0] + [one], units[-1][1] + new)
+    def _split(self, group: list["_PackedSequence"]) -> list[tuple[list["_PackedSequence"], int]]:
+        """Split the sequences of a group into chunks of at most max_tokens tokens, and return each chunk with its size
+        in tokens. If there are several chunks, each has its own copy of the tokens that they share."""
+        chunks: list[tuple[list[_PackedSequence], int]] = []
+        prev_ids: tuple[int, ...] = ()
+        for seq in sorted(group, key=lambda seq: seq.ids):
+            prompt = seq.rollout.prompt
+            need(len(seq.ids) <= self.max_tokens,
+                 f"prompt {prompt.uid!r} of {len(prompt.token_ids)} tokens and its response need {len(seq.ids)}, more "
+                 f"than --micro-tokens {self.max_tokens}; raise --micro-tokens, or lower --max-new-tokens")
+            new = len(seq.ids) - common_prefix_length(prev_ids, seq.ids)
+            if chunks and chunks[-1][1] + new <= self.max_tokens:
+                chunks[-1] = (chunks[-1][0] + [seq], chunks[-1][1] + new)
             else:
-                units.append(([one], len(one.ids)))
-            before = one.ids
-        return units
+                chunks.append(([seq], len(seq.ids)))
+            prev_ids = seq.ids
+        return chunks
 
 
-class Sampled(NamedTuple):
-    """A sequence and what the policy produced of it."""
+class TrainSequence(NamedTuple):
+    """A token sequence, the positions that the policy sampled, and its images."""
 
     tokens: list[int]
-    trained: list[int]  # positions
+    trained: list[int]  # positions of the sampled tokens
     images: list[Any]
-    first_row: int  # of the TokenBatch
+    first_row: int  # TokenBatch row of the first sampled token
 
 
-def turns_of(rollout: Any, first_row: int = 0) -> list[Sampled]:
-    """The sequences that a rollout is trained as: one; or one for each turn of an episode in which the chat template
-    has rewritten what was said before."""
+def training_sequences(rollout: Any, first_row: int = 0) -> list[TrainSequence]:
+    """Return the sequences that a rollout is trained as: one per turn for an episode in which the chat template rewrote
+    earlier turns, else one. If the policy sampled no token, return none."""
     images = rollout.prompt.images + rollout.images
-    if not rollout.separate:
+    if not rollout.separate_turns:
         start = len(rollout.prompt.token_ids)
-        trained = [start + t for t, produced in enumerate(rollout.response_mask) if produced]
-        sampled = Sampled(rollout.prompt.token_ids + list(rollout.response), trained, images, first_row)
-        return [sampled] if trained else []  # an episode whose environment failed at once has none
+        trained = [start + t for t, sampled in enumerate(rollout.response_mask) if sampled]
+        sequence = TrainSequence(rollout.prompt.token_ids + list(rollout.response), trained, images, first_row)
+        return [sequence] if trained else []  # no token was sampled if the environment failed at once
     turns = []
-    for ids, n_sampled, n_images in rollout.separate:
+    for ids, n_sampled, n_images in rollout.separate_turns:
         trained = list(range(len(ids) - n_sampled, len(ids)))
-        turns.append(Sampled(ids, trained, images[:n_images], first_row))
+        turns.append(TrainSequence(ids, trained, images[:n_images], first_row))
         first_row += n_sampled
     return turns
 
 
-class _Input:
-    """A sequence of a rollout as packing sees it; those of a `group` share what they have in common. `ids` are the
-    tokens that are inputs, each image token replaced by a negative number for its image, so that sequences share a
-    token only if all before it is the same, images included. The last trained token is a target and never an input, and
-    what follows it predicts nothing."""
+class _PackedSequence:
+    """A sequence to be packed. Sequences of the same `group` share their common prefixes. `ids` are the input tokens,
+    with image tokens replaced by a negative number that identifies the image, so that sequences share a token only if
+    everything before it is equal, images included. The last sampled token is only a target, so `ids` end before it."""
 
-    def __init__(self, rollout: Any, sampled: Sampled, group: Any, image_token: int):
+    def __init__(self, rollout: Any, sequence: TrainSequence, group: Any, image_token: int):
         self.rollout = rollout
         self.group = group
-        self.tokens, self.trained, self.images, self.first_row = sampled
+        self.tokens, self.trained, self.images, self.first_row = sequence
         uid = rollout.prompt.uid
-        assert self.trained and self.trained[0] > 0, f"response of {uid!r}: no token after the first is trained"
+        assert self.trained and self.trained[0] > 0, f"{uid!r}: first sampled token must not be first in the sequence"
         ids = self.tokens[: self.trained[-1]]
         n_tokens = [image.n_tokens for image in self.images]
-        misfit = f"response of {uid!r}: {ids.count(image_token)} image tokens, where its images have {n_tokens}"
+        counts = f"response of {uid!r} has {ids.count(image_token)} image tokens, and its images need {n_tokens}"
         if ids.count(image_token) != sum(n_tokens):
-            raise ValueError(f"{misfit}; was a placeholder sampled?")
+            raise ValueError(f"{counts}; was a placeholder sampled?")
         self.image_starts = []
         for image in self.images:
             start = ids.index(image_token)
-            number = -1 - int.from_bytes(hashlib.sha1(image.key.encode()).digest()[:7])
-            ids[start : start + image.n_tokens] = [number] * image.n_tokens
+            image_id = -1 - int.from_bytes(hashlib.sha1(image.key.encode()).digest()[:7])
+            ids[start : start + image.n_tokens] = [image_id] * image.n_tokens
             self.image_starts.append(start)
         if image_token in ids:
-            raise ValueError(f"{misfit}, but not image by image in unbroken stretches")
+            raise ValueError(f"{counts}, but the tokens of an image are not contiguous")
         self.ids = tuple(ids)
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common beginning, by bisection: slices compare at C speed."""
+def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the common prefix. Bisection compares slices, which runs at C speed."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -276,74 +279,76 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
-    """One MicroBatch, each token that several responses of a group share only once.
+def build_micro_batch(sequences: Sequence[_PackedSequence]) -> MicroBatch:
+    """Return a MicroBatch that contains tokens shared by several sequences of a group only once.
 
-    Sorted, a response shares with all before it just what it shares with the last one: the tokens beyond the common
-    beginning are appended, the others are where the last response has them.
+    In sorted order, the longest prefix that a sequence shares with any earlier one is the prefix that it shares with
+    the previous one. Only the tokens after this prefix are appended; for the shared tokens it reuses the previous
+    sequence's positions.
     """
     ids, end = [], []
-    runs, images = [], []
-    source, target, rows = [], [], []
-    path: list[int] = []  # positions of the last response's inputs
-    last: _Input | None = None
-    for one in sorted(inputs, key=lambda one: (one.group, one.ids)):
-        shared = common_prefix(last.ids, one.ids) if last is not None and last.group == one.group else 0
-        for position in path[shared:]:  # what is not shared ends here
+    segments, images = [], []
+    hidden_index, target, rows = [], [], []
+    path: list[int] = []  # positions of the previous sequence's input tokens
+    prev: _PackedSequence | None = None
+    for seq in sorted(sequences, key=lambda seq: (seq.group, seq.ids)):
+        shared = common_prefix_length(prev.ids, seq.ids) if prev is not None and prev.group == seq.group else 0
+        for position in path[shared:]:  # the subtrees of tokens that this sequence does not share end here
             end[position] = len(ids)
-        new = one.tokens[shared : len(one.ids)]
+        new = seq.tokens[shared : len(seq.ids)]
         positions = range(len(ids), len(ids) + len(new))
         if new:
-            runs.append((positions.start, positions.stop, path[shared - 1] if shared else -1))
-        starts = zip(one.images, one.image_starts, strict=True)
+            segments.append((positions.start, positions.stop, path[shared - 1] if shared else -1))
+        starts = zip(seq.images, seq.image_starts, strict=True)
         images += [image for image, start in starts if start >= shared]
         path = [*path[:shared], *positions]
         ids += new
         end += [0] * len(new)
-        source += [path[t - 1] for t in one.trained]
-        target += [one.tokens[t] for t in one.trained]
-        rows += range(one.first_row, one.first_row + len(one.trained))
-        last = one
+        hidden_index += [path[t - 1] for t in seq.trained]
+        target += [seq.tokens[t] for t in seq.trained]
+        rows += range(seq.first_row, seq.first_row + len(seq.trained))
+        prev = seq
     for position in path:
         end[position] = len(ids)
-    ids_T, end_T, *columns = (torch.tensor(x, dtype=torch.long) for x in (ids, end, source, target, rows))
+    ids_T, end_T, *columns = (torch.tensor(x, dtype=torch.long) for x in (ids, end, hidden_index, target, rows))
     by_row = columns[-1].argsort()
-    return MicroBatch(ids_T, end_T, runs, images, *(column[by_row] for column in columns))
+    return MicroBatch(ids_T, end_T, segments, images, *(column[by_row] for column in columns))
 
 
-def rollouts_flops(rollouts: Sequence[Any], rates: "FlopRates") -> float:
-    """Forward FLOPs of the rollouts of one prompt."""
-    return sequences_flops(rollouts[0].prompt, list(chain.from_iterable(map(turns_of, rollouts))), rates)
+def rollouts_flops(rollouts: Sequence[Any], costs: "FlopCosts") -> float:
+    """Return the FLOPs of a forward pass over the rollouts of one prompt."""
+    return sequences_flops(rollouts[0].prompt, list(chain.from_iterable(map(training_sequences, rollouts))), costs)
 
 
-def sequences_flops(prompt: Any, sequences: Sequence[Any], rates: "FlopRates") -> float:
-    """Of sequences that begin with a prompt and are taken to part at its end."""
-    later = chain.from_iterable(one.images[len(prompt.images) :] for one in sequences)
-    patches = [math.prod(image.grid_thw) for image in (*prompt.images, *later)]
-    inputs = [one.trained[-1] - len(prompt.token_ids) for one in sequences]
-    return group_flops(rates, len(prompt.token_ids), patches, inputs, sum(len(one.trained) for one in sequences))
+def sequences_flops(prompt: Any, sequences: Sequence[Any], costs: "FlopCosts") -> float:
+    """Return the FLOPs of a forward pass over sequences, assuming that they share the prompt and nothing after it."""
+    later_images = chain.from_iterable(seq.images[len(prompt.images) :] for seq in sequences)
+    patches = [math.prod(image.grid_thw) for image in (*prompt.images, *later_images)]
+    lengths = [seq.trained[-1] - len(prompt.token_ids) for seq in sequences]
+    return group_flops(costs, len(prompt.token_ids), patches, lengths, sum(len(seq.trained) for seq in sequences))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Balance over ranks
+# Balance across ranks
 
-def balance_over_ranks(
-    groups: dict, chosen: Sequence[Any], minibatches: int, rates: "FlopRates", ctx: Context, meter: Meter
+
+def balance_across_ranks(
+    groups: dict, chosen: Sequence[Any], minibatches: int, costs: "FlopCosts", ctx: DistContext, meter: Meter
 ) -> list[list[Any]]:
-    """Send whole groups to the ranks that train on them, evened in FLOPs. Return this rank's rollouts of each
-    minibatch; measure the heaviest rank's FLOPs over the mean, before and after.
+    """Move whole groups between ranks so that the ranks' FLOPs are even. Return this rank's rollouts of each minibatch,
+    and record max / mean of the ranks' FLOPs, before (balance/sampled) and after (balance/trained).
 
-    `groups` are those that this process sampled, by keys that order them over all processes. `chosen` are the keys of
-    the groups to train on, from all processes. A group is sent with its prompt and images, only to its owners: one data
-    rank, which is one process or all processes of a tensor-parallel group.
+    `groups` are the groups that this process sampled, by keys that order them over all processes. `chosen` are the keys
+    of the groups to train on, from all processes. A group is sent with its prompt and images, and only to the data rank
+    that trains on it, which is one process or all processes of a tensor-parallel process group.
     """
-    costs, sampled_by = {}, {}
-    for rank, theirs in enumerate(ctx.gather({k: rollouts_flops(groups[k], rates) for k in chosen if k in groups})):
-        costs |= theirs
-        sampled_by |= dict.fromkeys(theirs, rank // ctx.tp)
-    flops = [costs[key] for key in chosen]
+    by_key, sampled_by = {}, {}
+    for rank, rank_flops in enumerate(ctx.gather({k: rollouts_flops(groups[k], costs) for k in chosen if k in groups})):
+        by_key |= rank_flops
+        sampled_by |= dict.fromkeys(rank_flops, rank // ctx.tp)
+    flops = [by_key[key] for key in chosen]
     owner = assign_to_ranks(flops, minibatches, ctx.data_world)
-    mine = {key: i % minibatches for i, key in enumerate(chosen) if owner[i] == ctx.data_rank}
+    local = {key: i % minibatches for i, key in enumerate(chosen) if owner[i] == ctx.data_rank}
     parcels: list[dict[Any, list[Any]]] = [{} for _ in range(ctx.world)]
     for key, data_rank in zip(chosen, owner, strict=True):
         for rank in range(data_rank * ctx.tp, (data_rank + 1) * ctx.tp):
@@ -351,163 +356,177 @@ def balance_over_ranks(
                 parcels[rank][key] = groups[key]
     groups = dict(chain.from_iterable(parcel.items() for parcel in ctx.exchange(parcels)))
     split: list[list[Any]] = [[] for _ in range(minibatches)]
-    for key, number in mine.items():
+    for key, number in local.items():
         split[number] += groups[key]
-    meter.set("balance/sampled", heaviest(flops, [sampled_by[key] for key in chosen], minibatches, ctx.data_world))
-    meter.set("balance/trained", heaviest(flops, owner, minibatches, ctx.data_world))
+    meter.set_replicated("balance/sampled", load_imbalance(flops, [sampled_by[key] for key in chosen], minibatches,
+                                                           ctx.data_world))
+    meter.set_replicated("balance/trained", load_imbalance(flops, owner, minibatches, ctx.data_world))
     return split
 
 
-def heaviest(costs: Sequence[float], rank_N: Sequence[int], minibatches: int, ranks: int) -> float:
-    """The largest total of a rank, over the mean; each summed over minibatches, where ranks wait for each other."""
-    cells = np.arange(len(costs)) % minibatches * ranks + np.array(rank_N)
+def load_imbalance(costs: Sequence[float], rank_I: Sequence[int], minibatches: int, ranks: int) -> float:
+    """Return max / mean of the ranks' total costs; item i is on rank rank_I[i]. The maximum and the mean are taken per
+    minibatch and then summed over minibatches, because ranks wait for each other at each minibatch."""
+    cells = np.arange(len(costs)) % minibatches * ranks + np.array(rank_I)
     loads = np.bincount(cells, costs, minlength=ranks * minibatches).reshape(-1, ranks)
     return float(loads.max(axis=1).sum() / loads.mean(axis=1).sum())
 
 
-def assign_to_ranks(flops_N: list[float], minibatches: int, n_ranks: int) -> list[int]:
-    """The rank of each group of a step, (N,); group i is of minibatch i % minibatches. Each minibatch is even over the
-    ranks on its own: ranks wait for each other at its optimizer step, so what a later minibatch makes up for is lost
-    already. No rank goes without a group of a minibatch that has one for each."""
-    rank_N = [0] * len(flops_N)
+def assign_to_ranks(flops_I: list[float], minibatches: int, n_ranks: int) -> list[int]:
+    """Return the rank of each group of a step, (I,). Group i belongs to minibatch i % minibatches. Each minibatch is
+    balanced on its own: ranks wait for each other at every optimizer step, so a later minibatch cannot make up for lost
+    time. Every rank gets at least one group of each minibatch that has at least as many groups as ranks."""
+    rank_I = [0] * len(flops_I)
     for minibatch in range(minibatches):
-        for rank, chosen in enumerate(balance(flops_N[minibatch::minibatches], n_ranks)):
+        for rank, chosen in enumerate(balance(flops_I[minibatch::minibatches], n_ranks)):
             for i in chosen:
-                rank_N[minibatch + i * minibatches] = rank
-    return rank_N
+                rank_I[minibatch + i * minibatches] = rank
+    return rank_I
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Balance: N items of known cost into B bins
+# Balance: I items of known cost into B bins
 
-# [n]: (D, n) of 0 and 1, every way to divide n items between two bins that leaves neither without any
-DIVISIONS = [(np.arange(1, 2**n - 1)[:, None] >> np.arange(n)) % 2.0 for n in range(11)]
+# TWO_WAY_SPLITS[n]: (D, n) of 0 and 1, every way to divide n items between two bins that leaves neither bin empty
+TWO_WAY_SPLITS = [(np.arange(1, 2**n - 1)[:, None] >> np.arange(n)) % 2.0 for n in range(11)]
 
 
 def balance(
     costs: list[float], k: int, cap: float | None = None, sizes: list[int] | None = None, max_size: int | None = None
 ) -> list[list[int]]:
-    """Partition the indices of `costs` into k bins so that the largest total cost is small. Every index is in one bin,
-    a bin's indices ascend, and bins are empty only where there are fewer items than bins. Deterministic.
+    """Partition the indices of `costs` into k bins so that the largest total cost of a bin is small. Every index is in
+    one bin, a bin's indices ascend, and bins are empty only if there are fewer items than bins. The result is
+    deterministic.
 
-    `cap` bounds a bin's cost and `max_size` its total of `sizes` (say tokens, where costs are FLOPs). Neither is ever
-    exceeded: ValueError for an item that exceeds one alone, and where no partition is found. Without `cap` one is found
-    wherever k >= bins_needed(sizes, max_size).
+    `cap` bounds the total cost of a bin, and `max_size` the sum of its `sizes` (such as tokens, if costs are FLOPs).
+    Raise ValueError if an item exceeds a bound on its own, or if no partition within the bounds is found. Without
+    `cap`, a partition is always found if k >= bins_needed(sizes, max_size).
 
-    Starts from longest first (Graham 1969) and, unless that ends even, from best fit of the largest; see `even_out`.
+    The search starts from longest processing time first (LPT, Graham 1969), refined by `refine_balance`. If the refined
+    result is more than 0.05% above a lower bound of the largest cost, it also tries best-fit decreasing.
     """
     cap = np.inf if cap is None else cap
-    room = np.inf if max_size is None else max_size
-    cost_N = checked("cost", costs, "cap", cap)
-    size_N = checked("size", [0] * len(costs) if sizes is None else sizes, "max_size", room)
-    target = (1 + 5e-4) * max(cost_N.max(initial=0.0), cost_N.sum() / k)  # 5e-4 over what is possible at best will do
+    max_size = np.inf if max_size is None else max_size
+    cost_I = check_item_bounds("cost", costs, "cap", cap)
+    size_I = check_item_bounds("size", [0] * len(costs) if sizes is None else sizes, "max_size", max_size)
+    target = (1 + 5e-4) * max(cost_I.max(initial=0.0), cost_I.sum() / k)  # stop within 5e-4 of a lower bound
     best: tuple[float, list[list[int]]] = (np.inf, [])
-    for load_N in (cost_N, -size_N):
-        bin_N = place(load_N, size_N, k, room) if best[0] > target else None
-        if bin_N is not None:
-            best = min(best, even_out(bin_N, cost_N, size_N, k, room, target))
+    for load_I in (cost_I, -size_I):
+        bin_I = best_fit(load_I, size_I, k, max_size) if best[0] > target else None
+        if bin_I is not None:
+            best = min(best, refine_balance(bin_I, cost_I, size_I, k, max_size, target))
     if not best[1] or best[0] > cap:
-        items = f"{len(costs)} items of cost {cost_N.sum():.12g} and size {size_N.sum():.12g}"
-        bounds = f"cost <= {cap} and size <= {room}"
-        raise ValueError(f"balance: found no way to put {items} into {k} bins of {bounds}; use more bins or raise them")
+        items = f"{len(costs)} items of cost {cost_I.sum():.12g} and size {size_I.sum():.12g}"
+        limit = f"cost <= {cap} and size <= {max_size}"
+        raise ValueError(f"balance: found no way to put {items} in {k} bins of {limit}; use more bins or larger bounds")
     return best[1]
 
 
 def bins_needed(sizes: Sequence[int], max_size: int) -> int:
-    """How few bins of `max_size` hold items of these sizes, by best fit of the largest first."""
-    size_N = checked("size", sizes, "max_size", max_size)
-    return len(np.unique(place(-size_N, size_N, len(sizes), max_size)))
+    """Return the number of bins of `max_size` that best-fit decreasing needs for items of these sizes."""
+    size_I = check_item_bounds("size", sizes, "max_size", max_size)
+    return len(np.unique(best_fit(-size_I, size_I, len(sizes), max_size)))
 
 
-def checked(what: str, values: Sequence[float], bound: str, limit: float) -> np.ndarray:
+def check_item_bounds(name: str, values: Sequence[float], bound: str, limit: float) -> np.ndarray:
+    """Return the values as an array. Raise ValueError if a value is not finite or not between 0 and `limit`."""
     for i, value in enumerate(values):
         if not (math.isfinite(value) and 0 <= value <= limit):
-            raise ValueError(f"balance: item {i} has {what} {value:.12g}, not in 0 to {bound} {limit}; raise {bound}?")
+            fix = f"; raise {bound}" if value > limit else ""
+            raise ValueError(f"balance: item {i} has {name} {value:.12g}, but {name} must be finite and between 0 and "
+                             f"{bound} {limit}{fix}")
     return np.asarray(values, dtype=np.float64)
 
 
-def place(load_N: np.ndarray, size_N: np.ndarray, k: int, max_size: float) -> np.ndarray | None:
-    """bin_N: the items, the largest first, each in the bin of the least load that has room; None where none has. Loads
-    that are costs spread the items over the bins, loads that are -sizes fill one bin after the other."""
-    bin_N = np.zeros(len(load_N), dtype=int)
+def best_fit(load_I: np.ndarray, size_I: np.ndarray, k: int, max_size: float) -> np.ndarray | None:
+    """Put each item, largest |load| first, into the bin with the smallest load among the bins with enough space. Return
+    bin_I, or None if an item fits nowhere. With load_I = costs, the least loaded bin wins (LPT). With load_I = -sizes,
+    the fullest bin that still has room wins (best-fit decreasing)."""
+    bin_I = np.zeros(len(load_I), dtype=int)
     load_B = np.zeros(k)
     size_B = np.zeros(k)
-    for i in np.argsort(-np.abs(load_N), kind="stable"):
-        bin_N[i] = np.where(size_B + size_N[i] <= max_size, load_B, np.inf).argmin()
-        load_B[bin_N[i]] += load_N[i]
-        size_B[bin_N[i]] += size_N[i]
-    return bin_N if size_B.max(initial=0.0) <= max_size else None
+    for i in np.argsort(-np.abs(load_I), kind="stable"):
+        bin_I[i] = np.where(size_B + size_I[i] <= max_size, load_B, np.inf).argmin()
+        load_B[bin_I[i]] += load_I[i]
+        size_B[bin_I[i]] += size_I[i]
+    return bin_I if size_B.max(initial=0.0) <= max_size else None
 
 
-def even_out(
-    bin_N: np.ndarray, cost_N: np.ndarray, size_N: np.ndarray, k: int, max_size: float, target: float
+def refine_balance(
+    bin_I: np.ndarray, cost_I: np.ndarray, size_I: np.ndarray, k: int, max_size: float, target: float
 ) -> tuple[float, list[list[int]]]:
-    """The heaviest load and the bins, after lowering loads for as long as that goes, at most some 0.1 s: two bins
-    divide ten of their items anew, drawn at random, in the best of all ways. The heaviest and the lightest come first;
-    after a failure the heaviest and the second lightest and so on, after all of these the second heaviest and each
-    other."""
-    for empty in np.flatnonzero(np.bincount(bin_N, minlength=k) == 0)[: len(bin_N)]:
-        # Gets an item of the bin with the most: alone it is within every bound. No division leaves a bin empty again.
-        bin_N[bin_N.tolist().index(np.bincount(bin_N).argmax())] = empty
+    """Improve a partition by local search, for about 0.1 s at most. Return the largest load and the bins.
+
+    Each iteration takes two bins and divides up to ten of their items, drawn at random, in the best possible way. The
+    first pair is the heaviest and the lightest bin. After each iteration without improvement the heaviest bin is paired
+    with the next lightest one. When it has been paired with all bins, the second heaviest is paired with all bins, and
+    so on."""
+    for empty in np.flatnonzero(np.bincount(bin_I, minlength=k) == 0)[: len(bin_I)]:
+        # Fill an empty bin with an item of the bin with the most items; one item on its own is within every bound.
+        # Later divisions never leave a bin empty.
+        bin_I[bin_I.tolist().index(np.bincount(bin_I).argmax())] = empty
     rng = np.random.default_rng(0)
     failures = 0
     for _ in range(2000):
-        load_B = np.bincount(bin_N, cost_N, minlength=k)
-        size_B = np.bincount(bin_N, size_N, minlength=k)
+        load_B = np.bincount(bin_I, cost_I, minlength=k)
+        size_B = np.bincount(bin_I, size_I, minlength=k)
         if load_B.max() <= target or failures == max(100, 2 * k):
             break
         heavy, light = load_B.argsort(kind="stable")[[-1 - failures // k % k, failures % k]]
-        some = rng.permutation(np.flatnonzero((bin_N == heavy) | (bin_N == light)))[:10]
-        to_heavy_D = DIVISIONS[len(some)]
-        moved_D = to_heavy_D - (bin_N[some] == heavy)
-        top_D = np.maximum(load_B[heavy] + moved_D @ cost_N[some], load_B[light] - moved_D @ cost_N[some])
-        size_D = np.maximum(size_B[heavy] + moved_D @ size_N[some], size_B[light] - moved_D @ size_N[some])
-        top_D[size_D > max_size] = np.inf
+        items = rng.permutation(np.flatnonzero((bin_I == heavy) | (bin_I == light)))[:10]
+        to_heavy_D = TWO_WAY_SPLITS[len(items)]
+        moved_D = to_heavy_D - (bin_I[items] == heavy)
+        load_D = np.maximum(load_B[heavy] + moved_D @ cost_I[items], load_B[light] - moved_D @ cost_I[items])
+        size_D = np.maximum(size_B[heavy] + moved_D @ size_I[items], size_B[light] - moved_D @ size_I[items])
+        load_D[size_D > max_size] = np.inf
         failures += 1
-        if top_D.min(initial=np.inf) < max(load_B[heavy], load_B[light]) * (1 - 1e-9):
-            bin_N[some] = np.where(to_heavy_D[top_D.argmin()], heavy, light)
+        if load_D.min(initial=np.inf) < max(load_B[heavy], load_B[light]) * (1 - 1e-9):
+            bin_I[items] = np.where(to_heavy_D[load_D.argmin()], heavy, light)
             failures = 0
-    return load_B.max(), [np.flatnonzero(bin_N == b).tolist() for b in range(k)]
+    return load_B.max(), [np.flatnonzero(bin_I == b).tolist() for b in range(k)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a group costs: forward FLOPs, 2 per multiply-add
+# Cost of a group: FLOPs of a forward pass, 2 per multiply-add
 
 
-class FlopRates(NamedTuple):
-    token: float  # a language token through all layers' matrices
-    pair: float  # a token and one that it attends to
-    trained_token: float  # a row of logits
-    patch: float  # a patch through the vision tower's matrices
-    image_pair: float  # two patches of an image, in the tower's layers that see it whole
-    window_pair: float  # two patches of a window, in the others
-    window: int  # patches of a window
+class FlopCosts(NamedTuple):
+    """FLOPs of the parts of a forward pass."""
+
+    token: float  # per language token, in the matrix products of all layers
+    pair: float  # per pair of a token and a token that it attends to, in the layers with full attention
+    trained_token: float  # per row of logits
+    patch: float  # per image patch, in the matrix products of the vision tower
+    image_pair: float  # per pair of patches in an image, in the tower's layers with full attention
+    window_pair: float  # per pair of patches in a window, in the tower's layers with window attention
+    window: int  # number of patches in a window
 
 
-def flop_rates(config: Any, vision: float = 1 / 3) -> FlopRates:
-    """For transformers' configs of Qwen2-VL, Qwen2.5-VL (gated MLP, windows), Qwen3-VL (deepstack), Qwen3.5 (recurrent
-    layers) and their mixtures of experts, of which those count that a token passes. Norms, activations, rotary
-    embeddings and softmax are left out: they multiply no matrices.
+def flop_costs(config: Any, vision: float = 1 / 3) -> FlopCosts:
+    """Return the costs of a model with this transformers config: Qwen2-VL, Qwen2.5-VL (gated MLP, windows), Qwen3-VL
+    (deepstack), Qwen3.5 (recurrent layers) and their mixtures of experts, where only active experts count. Norms,
+    activations, rotary embeddings and softmax are left out, because they are not matrix products.
 
-    Balance wants what an update costs, which is three forwards: one, and two for the backward. `vision` is the tower's
-    share of that: 1 where it is trained, 1/3 where it is frozen, 0 where its features are cached.
+    Balancing needs only relative costs. An update costs three forward passes (the backward pass costs two), but only
+    one in a frozen tower, and none if the tower's features are cached. `vision` is the tower's cost relative to a
+    trained tower: 1 if it is trained, 1/3 if it is frozen, 0 if its features are cached.
     """
     text = config.text_config
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    layer_types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    per_head = 3 if hasattr(text, "linear_num_key_heads") else 2  # query and output, and Qwen3.5's gate of the output
+    per_head = 3 if hasattr(text, "linear_num_key_heads") else 2  # query, output and, in Qwen3.5, the output gate
     attention = text.hidden_size * head_dim * (per_head * heads + 2 * text.num_key_value_heads)
-    n_full = len(kinds) - kinds.count("linear_attention")
-    token = n_full * attention + sum(mlp_multiplications(text, layer) for layer in range(len(kinds)))
-    if n_full < len(kinds):
-        token += (len(kinds) - n_full) * recurrent_multiplications(text)
+    n_full = len(layer_types) - layer_types.count("linear_attention")
+    token = n_full * attention + sum(mlp_macs(text, layer) for layer in range(len(layer_types)))
+    if n_full < len(layer_types):
+        token += (len(layer_types) - n_full) * linear_attention_macs(text)
 
     tower = config.vision_config
-    width = getattr(tower, "embed_dim", tower.hidden_size)  # Qwen2-VL alone calls its output hidden_size
+    width = getattr(tower, "embed_dim", tower.hidden_size)  # only in Qwen2-VL hidden_size is the output size
     inner = getattr(tower, "intermediate_size", None) or int(width * tower.mlp_ratio)
-    has_windows = hasattr(tower, "fullatt_block_indexes")  # and with them a gated MLP
-    n_whole = len(set(tower.fullatt_block_indexes)) if has_windows else tower.depth
+    has_windows = hasattr(tower, "fullatt_block_indexes")  # such towers also have a gated MLP
+    n_full_blocks = len(set(tower.fullatt_block_indexes)) if has_windows else tower.depth
     embedding = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2 * width
     block = 4 * width * width + (3 if has_windows else 2) * width * inner
     n_mergers = 1 + len(getattr(tower, "deepstack_visual_indexes", ()))
@@ -515,49 +534,51 @@ def flop_rates(config: Any, vision: float = 1 / 3) -> FlopRates:
     merger = width * (width * merge**2 + getattr(tower, "out_hidden_size", tower.hidden_size))
     patch = embedding + tower.depth * block + n_mergers * merger
     side = tower.window_size // tower.patch_size // merge * merge if has_windows else 0
-    text_rates = (2.0 * token, 4.0 * n_full * heads * head_dim, 2.0 * text.hidden_size * text.vocab_size)
-    tower_rates = (2.0 * patch, 4.0 * n_whole * width, 4.0 * (tower.depth - n_whole) * width)
-    return FlopRates(*text_rates, *(vision * rate for rate in tower_rates), window=side**2)
+    text_costs = (2.0 * token, 4.0 * n_full * heads * head_dim, 2.0 * text.hidden_size * text.vocab_size)
+    tower_costs = (2.0 * patch, 4.0 * n_full_blocks * width, 4.0 * (tower.depth - n_full_blocks) * width)
+    return FlopCosts(*text_costs, *(vision * cost for cost in tower_costs), window=side**2)
 
 
-def mlp_multiplications(text: Any, layer: int) -> int:
-    """Of a token in a layer's MLP; in a mixture of experts in the router and the experts chosen."""
+def mlp_macs(text: Any, layer: int) -> int:
+    """Return the multiply-adds per token in a layer's MLP, or in the router and the active experts of an MoE layer."""
     n_experts = getattr(text, "num_experts", 0)
-    every = getattr(text, "decoder_sparse_step", 1)
-    if not n_experts or layer in (getattr(text, "mlp_only_layers", None) or ()) or (layer + 1) % every:
+    sparse_step = getattr(text, "decoder_sparse_step", 1)
+    if not n_experts or layer in (getattr(text, "mlp_only_layers", None) or ()) or (layer + 1) % sparse_step:
         return text.hidden_size * 3 * text.intermediate_size
     shared = getattr(text, "shared_expert_intermediate_size", 0)
-    chosen = 3 * text.num_experts_per_tok * text.moe_intermediate_size
-    return text.hidden_size * (n_experts + chosen + (3 * shared + 1 if shared else 0))
+    active = 3 * text.num_experts_per_tok * text.moe_intermediate_size
+    return text.hidden_size * (n_experts + active + (3 * shared + 1 if shared else 0))
 
 
-def recurrent_multiplications(text: Any) -> int:
-    """Of a token in a layer of linear attention, in chunks of 64 tokens: two products of keys and one of values within
-    a chunk, three with the state, and two triangular systems."""
+def linear_attention_macs(text: Any) -> int:
+    """Return the multiply-adds per token in a layer of linear attention with chunks of 64 tokens: two products of keys
+    and one of values within a chunk, three products with the state, and two triangular systems."""
     key_dim = text.linear_key_head_dim
     value_dim = text.linear_value_head_dim
-    n_values = text.linear_num_value_heads
+    n_value_heads = text.linear_num_value_heads
     keys = text.linear_num_key_heads * key_dim
-    values = n_values * value_dim
-    projections = text.hidden_size * (2 * keys + 3 * values + 2 * n_values)
+    values = n_value_heads * value_dim
+    projections = text.hidden_size * (2 * keys + 3 * values + 2 * n_value_heads)
     convolution = (2 * keys + values) * text.linear_conv_kernel_dim
     chunk = 64 * (2 * key_dim + value_dim) + 32 * (key_dim + value_dim)
-    return projections + convolution + n_values * (3 * key_dim * value_dim + chunk)
+    return projections + convolution + n_value_heads * (3 * key_dim * value_dim + chunk)
 
 
 def group_flops(
-    rates: "FlopRates", prompt_tokens: int, image_patches: list[int], response_lengths: list[int], trained_tokens: int
+    costs: "FlopCosts", prompt_tokens: int, image_patches: list[int], response_lengths: list[int], trained_tokens: int
 ) -> float:
-    """Forward FLOPs of a prompt with its images, counted once, and of its responses. `prompt_tokens` include the image
-    tokens; a response attends to the prompt and itself; the head runs on `trained_tokens` of them all. One sequence of
-    n tokens is a prompt of n tokens without responses.
+    """Return the FLOPs of a forward pass over a prompt, its images and its responses; prompt and images are counted
+    once. `prompt_tokens` includes the image tokens. A response attends to the prompt and itself. The language-model
+    head computes logits for `trained_tokens` tokens in total. For a single sequence of n tokens, pass a prompt of n
+    tokens without responses.
 
-    Windows are taken as full, so images whose sides are not whole windows count slightly too much.
+    Windows are assumed to be full, so images whose sides are not multiples of the window's side count slightly too
+    much.
     """
     pairs = prompt_tokens * (prompt_tokens + 1) / 2
     pairs += sum(n * prompt_tokens + n * (n + 1) / 2 for n in response_lengths)
-    text = rates.token * (prompt_tokens + sum(response_lengths)) + rates.pair * pairs
+    text = costs.token * (prompt_tokens + sum(response_lengths)) + costs.pair * pairs
     vision = 0.0
     for n in image_patches:
-        vision += n * (rates.patch + rates.image_pair * n + rates.window_pair * min(n, rates.window))
-    return text + rates.trained_token * trained_tokens + vision
+        vision += n * (costs.patch + costs.image_pair * n + costs.window_pair * min(n, costs.window))
+    return text + costs.trained_token * trained_tokens + vision

@@ -1,4 +1,4 @@
-"""Any source -> one parquet file, and back again: the only place that knows the on-disk format.
+"""Convert data from any source to one parquet file, and read such files. Only this file knows the on-disk format.
 
     python prepare_data.py geo3k --input hiyouga/geometry3k --split train --out geo3k.parquet
     python prepare_data.py shapes --toy --n 2000 --split train --out shapes.parquet
@@ -8,7 +8,7 @@
 
 Columns: data_source string, prompt list<struct<role, content>>, images list<struct<bytes, path>>,
 reward_model struct<style, ground_truth>, extra_info struct<split, index, uid, ...>. Each literal <image> in a
-prompt stands for one image, in order. Image files are stored byte for byte as they were found.
+prompt stands for one image, in order. Image files are stored unchanged, byte for byte.
 """
 
 import fcntl
@@ -32,41 +32,30 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from errors import Note, UserError, check_writable, existing, need, plug_in, printable, refusing, writing
+import errors
+from errors import ErrorContext, UserError, as_user_error, need, plug_in, printable
 from reward import TASKS, find_tasks, load_tasks, task_name, unwrap_truth
 from rewards.grade import check_tasks
-from settings import REQUIRED, Parser, PixelConfig, add_settings, flag_of, read_settings, setting
-from sources.content import MARK, TRUTH, drop_none, named_columns, row_content, row_truth, template_columns, too_deep
+from settings import REQUIRED, FlagParser, PixelConfig, add_flags, build_config, flag_field, flag_name
+from sources import content, tables
+from sources.content import IMAGE_PLACEHOLDER, TRUTH, drop_none, split_column_names, template_columns
 from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
-from sources.lazy import LazyImages, Place, print_once, row_places
-from sources.tables import (
-    SPLITS,
-    File,
-    Record,
-    as_path,
-    data_files,
-    extra_column,
-    file_names,
-    open_parquet,
-    parquet_columns,
-    parquet_rows,
-    scheme_of,
-    store_errors,
-)
+from sources.lazy_images import LazyImages, RowLocation, print_once, row_locations
+from sources.tables import File, Record, expand_data_paths, open_parquet
 
-ROLES, VIDEOS = ("system", "user", "assistant", "tool"), ("videos", "video")
-SPECIAL = re.compile(r"<\|[^<>|]+\|>")  # what tokenizers like Qwen's read as one special token
+ROLES, VIDEO_COLUMNS = ("system", "user", "assistant", "tool"), ("videos", "video")
+PROMPT_SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^<>|]+\|>")  # tokenizers such as Qwen's read this as one special token
 MAX_DEPTH = 32  # levels of lists and objects in a row
-WORKERS = 8  # threads that check rows: decoding and fetching release the GIL
-ROWS_AT_ONCE = 8  # rows that are read, then checked, together: so many images are in memory
+DECODE_THREADS = 8  # threads that check rows: decoding and fetching release the GIL
+ROWS_AT_ONCE = 8  # rows that are read and checked together; their images are in memory at the same time
 ROW_GROUP_ROWS = 128
-ROW_GROUP_BYTES = 4 << 20  # a row is read with its group, in 2 ms; a footer has 1 kB for each group
+ROW_GROUP_BYTES = 4 << 20  # reading a row reads its whole group, in 2 ms; a footer has 1 kB per group
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One checked row. `images` are encoded files that are known to decode, one per <image> mark in order; those of a
-    parquet file are read when they are asked for."""
+    """A checked row. `images` are encoded image files that can be decoded, one per <image> placeholder, in order. Those
+    of a parquet file are read when they are used."""
 
     uid: str
     data_source: str
@@ -77,135 +66,140 @@ class Example:
 
     @property
     def pil_images(self) -> list[Image.Image]:
-        """Decoded anew each time: RGB."""
+        """Return the images in RGB, decoded at each access."""
         return [decode_image(data) for data in self.images]
 
     @property
     def image_sizes(self) -> list[tuple[int, int]]:
-        """(width, height) of each image."""
+        """Return (width, height) of each image."""
         lazy = isinstance(self.images, LazyImages)
         return list(self.images.sizes) if lazy else [image.size for image in self.pil_images]
 
 
 @dataclass(slots=True)
-class Raw:
-    """One row as a source found it, before any check."""
+class RawRow:
+    """A row as a source read it, before any check."""
 
-    where: str  # file and row, as messages name it
-    number: int  # of the row in its source
-    record: dict | str  # by column, or why the source could not read it
+    location: str  # file and row, for messages
+    number: int  # index of the row in its source
+    record: dict | str  # values by column, or the reason why the row cannot be read
     root: File = Path()  # where relative image paths start
-    name: str = ""  # tells its file from others in uids
-    place: Place | None = None  # where its images stay
-    marked: bool = False  # marks were added to its prompt, which had images but no marks
+    name: str = ""  # name of the file in uids
+    image_source: RowLocation | None = None  # where its images are read from
+    placeholders_added: bool = False  # whether its prompt had images but no placeholders
 
 
 @dataclass(frozen=True)
-class ReadingConfig:
-    """Reading data"""
+class DataFormatConfig:
+    """Data format"""
 
-    prompt_key: str = setting("prompt", "dataset column of the prompt")
-    image_key: str = setting("images", "dataset column of the images; several as left,right; '' for text-only data")
-    answer_key: str = setting(TRUTH, "dataset column of the ground truth; several (country,city) become one JSON "
-                              "object")
-    data_source: str | None = setting(None, "task of every row, such as geo3k; overrides the data_source column")
-    instruction: str = setting("", "text appended to prompts that do not end with it; a task's name means its "
-                               "instruction")
-    bad_rows: str = setting("error", "on unreadable or invalid rows: stop with an error, or skip and count them",
-                            choices=("error", "skip"))
-    image_root: str | None = setting(None, "folder of relative image paths; paths outside it are refused (default: "
-                                     "the data file's folder, without that restriction)", metavar="DIR")
+    prompt_key: str = flag_field("prompt", "dataset column of the prompt")
+    image_key: str = flag_field("images", "dataset columns of the images, separated by commas; '' for text-only data")
+    answer_key: str = flag_field(TRUTH, "dataset column of the ground truth; several (country,city) become one JSON "
+                                 "object")
+    data_source: str | None = flag_field(None, "task of every row, such as geo3k; overrides the data_source column")
+    instruction: str = flag_field("", "text appended to prompts that do not end with it, or the name of a task, for "
+                                  "that task's instruction")
+    bad_rows: str = flag_field("error", "on unreadable or invalid rows: stop with an error, or skip and count them",
+                               choices=("error", "skip"))
+    image_root: str | None = flag_field(None, "folder that relative image paths are resolved against; paths outside it "
+                                        "are refused (default: the data file's folder, without that restriction)",
+                                        metavar="DIR")
 
-    # Settings only of making a file, see FileConfig
+    # These are settings only of ConvertConfig, which writes files
     split = None
     system = ""
     prompt_template = ""
-    fetch = None  # training touches no network
+    fetch = None  # training does not read from the network
 
-    def known(self) -> set[str]:
-        """Return all columns that are something else than further information about a row."""
+    def known_columns(self) -> set[str]:
+        """Return all columns with a fixed meaning; the others are extra information about a row."""
         keys = [self.image_key, self.answer_key] + [self.prompt_key] * (not self.prompt_template)
-        names = [name for key in keys for name in (key, *named_columns(key, ()))]
-        return {*names, "data_source", "reward_model", "extra_info", *VIDEOS}
+        names = [name for key in keys for name in (key, *split_column_names(key, ()))]
+        return {*names, "data_source", "reward_model", "extra_info", *VIDEO_COLUMNS}
 
     def check_columns(self, columns: Iterable[str], file: File) -> None:
-        """Raise UserError unless a file has what the keys name."""
-        named = {key: named_columns(getattr(self, key), columns) for key in ("prompt_key", "image_key", "answer_key")}
+        """Raise UserError if a file lacks a column that the settings name."""
+        named = {key: split_column_names(getattr(self, key), columns)
+                 for key in ("prompt_key", "image_key", "answer_key")}
         if self.prompt_template:
             named = {"prompt_template": template_columns(self.prompt_template)} | named | {"prompt_key": []}
         for setting_name, names in named.items():
             for name in names:
                 column = "reward_model" if name == TRUTH else name
                 need(column in columns, f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct "
-                     f"{flag_of(setting_name)}")
+                     f"{flag_name(setting_name)}")
 
 
 @dataclass(frozen=True)
-class DataConfig(ReadingConfig):
+class DataConfig(DataFormatConfig):
     """Data"""
 
-    data: str = setting(REQUIRED, "training data: parquet file, folder, glob or comma-separated list; see "
-                        "prepare_data.py", metavar="FILE")
-    eval_data: str | None = setting(None, "evaluation data during training, in the same forms as --data",
-                                    metavar="FILE")
-    max_prompt_tokens: int = setting(2048, "max prompt length in tokens, images included; longer prompts are dropped "
-                                     "and counted", least=1)
+    data: str = flag_field(REQUIRED, "training data: parquet file, folder, glob or comma-separated list; see "
+                           "prepare_data.py", metavar="FILE")
+    eval_data: str | None = flag_field(None, "evaluation data during training, in the same forms as --data",
+                                       metavar="FILE")
+    max_prompt_tokens: int = flag_field(2048, "max prompt length in tokens, images included; longer prompts are "
+                                        "dropped and counted", least=1)
 
 
 @dataclass(frozen=True)
-class FileConfig(ReadingConfig):
-    """Making a file"""
+class ConvertConfig(DataFormatConfig):
+    """Output file"""
 
-    out: str = setting(REQUIRED, "parquet file to write", metavar="FILE")
-    split: str = setting("train", "which split; stored in extra_info.split", choices=tuple(SPLITS))
-    limit: int | None = setting(None, "keep only the first so many good rows", least=1)
-    inspect: bool = setting(False, "print rows and statistics of the file written")
-    input: tuple[str, ...] = setting((), "files, globs, URLs such as s3://; of parquet also folders", metavar="FILE")
-    system: str = setting("", "system message put in front of each prompt")
-    prompt_template: str = setting("", "prompt over columns: '<image>{question}\\nChoices: {choices}'", metavar="TEXT")
-    url_timeout: float = setting(20.0, "seconds for one try to fetch an image", above=0)
-    url_max_mb: float = setting(32.0, "largest image from a URL, MiB", above=0)
-    url_tries: int = setting(3, "tries per URL", least=1)
-    url_private: bool = setting(False, "fetch also from private, loopback and link-local addresses")
+    out: str = flag_field(REQUIRED, "parquet file to write", metavar="FILE")
+    split: str = flag_field("train", "split to read or generate; stored in extra_info", choices=tuple(tables.SPLITS))
+    limit: int | None = flag_field(None, "max valid rows to write: the first ones (default: all)", least=1)
+    inspect: bool = flag_field(False, "also print rows and statistics of the written file")
+    input: tuple[str, ...] = flag_field((), "files, globs or URLs (s3://...); for parquet also folders", metavar="FILE")
+    system: str = flag_field("", "system message put before each prompt")
+    prompt_template: str = flag_field("", "prompt built from columns: '<image>{question}\\nChoices: {choices}'",
+                                      metavar="TEXT")
+    url_timeout: float = flag_field(20.0, "seconds per try to fetch an image", above=0)
+    url_max_mb: float = flag_field(32.0, "max size of an image from a URL, in MiB", above=0)
+    url_tries: int = flag_field(3, "tries per URL", least=1)
+    url_private: bool = flag_field(False, "also fetch from private, loopback and link-local addresses")
 
     def fetch(self, file: str | File) -> bytes:
-        fetch = plug_in("sources.fetch", f"{file!s:.80}", "give files of this machine").fetch
+        """Return the content of a file that a row names by URL, or of a file in an object store."""
+        fetch = plug_in("sources.fetch", f"{file!s:.80}", "use files on this machine").fetch
         return fetch(file, self.url_timeout, self.url_max_mb, self.url_tries, self.url_private)
 
 
 @dataclass(frozen=True)
-class TaskConfig(FileConfig):
+class ToyConfig(ConvertConfig):
     """Toy rows"""
 
-    toy: bool = setting(False, "rows drawn by the task itself, instead of files")
-    n: int = setting(1000, "how many", least=1)
-    seed: int = setting(0, "of the drawing")
+    toy: bool = flag_field(False, "generate toy rows with the task's file, instead of reading files")
+    n: int = flag_field(1000, "number of toy rows", least=1)
+    seed: int = flag_field(0, "random seed for the toy rows")
 
 
 @dataclass(frozen=True)
-class FoundConfig(TaskConfig):
-    """Settings to train on files that are not in our format"""
+class UnconvertedConfig(ToyConfig):
+    """Settings to train directly on files that are not in our format"""
 
     fetch = None
 
 
 @dataclass(frozen=True)
-class InspectConfig(ReadingConfig, PixelConfig):
-    """Inspecting"""
+class InspectConfig(DataFormatConfig, PixelConfig):
+    """Inspection"""
 
-    file: str = setting(REQUIRED, "parquet file, folder of shards, glob or comma list", positional=True)
-    limit: int | None = setting(None, "only the first so many good rows", least=1)
-    rows: int = setting(3, "how many rows to print in full", least=0)
-    model: str | None = setting(None, "model or processor that counts the prompts' tokens")
+    file: str = flag_field(REQUIRED, "parquet file, folder of shards, glob or comma-separated list", positional=True)
+    limit: int | None = flag_field(None, "max valid rows to read: the first ones (default: all)", least=1)
+    rows: int = flag_field(3, "number of rows to print in full", least=0)
+    model: str | None = flag_field(None, "model or processor to count prompt tokens with")
 
 
 # ---------------------------------------------------------------------------------------------------- checking a row
 
 
-def to_messages(prompt: object, system: str, instruction: str) -> list[dict]:
-    """A string or a list of {role, content} -> messages.
+def build_messages(prompt: object, system: str, instruction: str) -> list[dict]:
+    """Return the checked messages of a prompt, which is a string or a list of {role, content}.
 
-    `system` is put in front, `instruction` behind the last user message that does not end with it.
+    `system` becomes the first message. `instruction` is appended to the last user message unless it already ends with
+    it. Raise UserError with the reason if the prompt is invalid.
     """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -214,27 +208,29 @@ def to_messages(prompt: object, system: str, instruction: str) -> list[dict]:
     messages = [{"role": "system", "content": system}] if system else []
     for i, m in enumerate(prompt):
         text = m.get("content") if isinstance(m, dict) else None
-        need(isinstance(text, str), f"message {i} has no content string or parts; write images as {MARK} marks in it")
+        need(isinstance(text, str),
+             f"message {i} has no content string or parts; write images as {IMAGE_PLACEHOLDER} placeholders in it")
         role = m.get("role")
         need(role in ROLES, f"message {i} has role {role!r}, expected one of {', '.join(ROLES)}")
         need(role != "system" or not system, "the prompt already has a system message; drop --system")
         others = [k for k, v in m.items() if k not in ("role", "content") and v is not None]
-        need(not others, f"message {i} has fields the format cannot hold: {', '.join(others)}")
-        for token in SPECIAL.findall(text):
-            raise UserError(f"message {i} contains {token!r}, a special token to tokenizers; remove or rephrase it")
-        need("<video>" not in text, f"message {i} contains <video>, and videos are not supported; leave such rows out")
+        need(not others, f"message {i} has unsupported fields: {', '.join(others)}; remove them")
+        for token in PROMPT_SPECIAL_TOKEN_PATTERN.findall(text):
+            raise UserError(f"message {i} contains the special token {token!r}; remove or rephrase it")
+        need("<video>" not in text, f"message {i} contains <video>, but videos are not supported; remove such rows")
         messages.append({"role": role, "content": text})
-    questions = [m for m in messages if m["role"] == "user"]
-    need(any(m["content"].strip() for m in questions), "empty prompt: no user message has any text")
+    user_messages = [m for m in messages if m["role"] == "user"]
+    need(any(m["content"].strip() for m in user_messages), "empty prompt: no user message has any text")
     need(role != "assistant", "the last message is the assistant's (an answer left in the prompt?); remove it")
-    last = questions[-1]
+    last = user_messages[-1]
     if not last["content"].endswith(instruction):
         last["content"] += instruction if last["content"].endswith("\n") else f" {instruction}"
     return messages
 
 
-def to_images(cells: list, raw: Raw, reading: ReadingConfig) -> Sequence[bytes]:
-    """Return the encoded files of image cells, which decode; for a parquet file that is read only where they are."""
+def load_images(cells: list, raw: RawRow, reading: DataFormatConfig) -> Sequence[bytes]:
+    """Return the encoded files of image cells after decoding each once as a check. For rows of a parquet file that is
+    only read, return LazyImages."""
     images, sizes = [], []
     for i, cell in enumerate(cells):
         try:
@@ -242,60 +238,62 @@ def to_images(cells: list, raw: Raw, reading: ReadingConfig) -> Sequence[bytes]:
             sizes.append(check_decodes(images[i]))
         except UserError as e:
             raise UserError(f"image {i} {e}") from e
-    return LazyImages(raw.place, tuple(sizes), tuple(map(zlib.crc32, images))) if raw.place else images
+    return LazyImages(raw.image_source, tuple(sizes), tuple(map(zlib.crc32, images))) if raw.image_source else images
 
 
-def add_marks(messages: list[dict], images: int) -> bool:
-    """Put a mark for each image in front of a prompt without any, and return whether that was needed. Raises UserError
-    if a prompt has some marks, but not one per image."""
-    marks = sum(m["content"].count(MARK) for m in messages)
-    need(marks in (0, images), f"{marks} {MARK} marks in the prompt but {images} images; write one mark per image, or "
-         "correct --image-key")
+def add_image_placeholders(messages: list[dict], n_images: int) -> bool:
+    """Put a placeholder for each image at the start of a prompt without any, and return whether that was needed. Raise
+    UserError if a prompt has some placeholders, but not one per image."""
+    n_placeholders = sum(m["content"].count(IMAGE_PLACEHOLDER) for m in messages)
+    need(n_placeholders in (0, n_images),
+         f"{n_placeholders} {IMAGE_PLACEHOLDER} placeholders in the prompt but {n_images} images; write one per image, "
+         "or correct --image-key")
     first = next(m for m in messages if m["role"] == "user")
-    first["content"] = MARK * (images - marks) + first["content"]
-    return images > marks
+    first["content"] = IMAGE_PLACEHOLDER * (n_images - n_placeholders) + first["content"]
+    return n_images > n_placeholders
 
 
-def to_extra(record: dict, reading: ReadingConfig, reward_model: dict) -> dict:
-    """extra_info, and whatever else there is without a meaning of its own."""
+def build_extra_info(record: dict, reading: DataFormatConfig, reward_model: dict) -> dict:
+    """Return extra_info, extended by the columns and reward_model fields that have no other use."""
     extra = record.get("extra_info")
     need(isinstance(extra, dict | None), f"extra_info is a {type(extra).__name__}, expected a struct")
-    more = {k: v for k, v in reward_model.items() if k not in ("style", "ground_truth")}
-    more |= {k: v for k, v in record.items() if k not in reading.known()}
-    return drop_none(more | (extra or {}))
+    unused = {k: v for k, v in reward_model.items() if k not in ("style", "ground_truth")}
+    unused |= {k: v for k, v in record.items() if k not in reading.known_columns()}
+    return drop_none(unused | (extra or {}))
 
 
-def build_example(raw: Raw, reading: ReadingConfig) -> Example:
-    """Check one row completely, decoding each image once. Raises UserError with the reason, without file and row.
+def build_example(raw: RawRow, reading: DataFormatConfig) -> Example:
+    """Check a row completely, decoding each image once, and return it as an Example. Raise UserError with the reason,
+    which does not name file and row.
 
-    With a split (writing) a row must have a data_source, and rows without split or index get them.
+    With a split (when a file is written) a row must have a data_source, and rows without split or index get them.
     """
     record = raw.record
     if isinstance(record, str):
         raise UserError(record)
     levels = MAX_DEPTH - 1 if reading.split else MAX_DEPTH  # a column may be written one level deeper, into extra_info
-    need(not too_deep(record, levels), f"nested more than {levels} levels deep")
-    videos = [key for key in VIDEOS if key != reading.image_key and record.get(key)]
-    need(not videos, f"column {' and '.join(videos)} is not empty, and videos are not supported; leave such rows out")
-    prompt, cells = row_content(record, reading.prompt_key, reading.image_key, reading.prompt_template)
-    messages = to_messages(prompt, reading.system, instruction_of(reading.instruction))
-    images = to_images(cells, raw, reading)
-    raw.marked = add_marks(messages, len(images))
+    need(not content.is_too_deep(record, levels), f"nested more than {levels} levels deep")
+    videos = [key for key in VIDEO_COLUMNS if key != reading.image_key and record.get(key)]
+    need(not videos, f"column {' and '.join(videos)} is not empty, but videos are not supported; remove such rows")
+    prompt, cells = content.row_content(record, reading.prompt_key, reading.image_key, reading.prompt_template)
+    messages = build_messages(prompt, reading.system, resolve_instruction(reading.instruction))
+    images = load_images(cells, raw, reading)
+    raw.placeholders_added = add_image_placeholders(messages, len(images))
     reward_model = record.get("reward_model") if isinstance(record.get("reward_model"), dict) else {}
-    truth = row_truth(record | {TRUTH: reward_model.get("ground_truth")}, reading.answer_key)
-    extra = to_extra(record, reading, reward_model)
+    truth = content.row_truth(record | {TRUTH: reward_model.get("ground_truth")}, reading.answer_key)
+    extra = build_extra_info(record, reading, reward_model)
     source = reading.data_source or record.get("data_source") or ""
-    remedy = "--data-source NAME gives one to every row"
+    remedy = "--data-source NAME sets it for every row"
     need(isinstance(source, str), f"data_source is a {type(source).__name__}, expected a string; {remedy}")
-    truth = unwrap_truth(truth) if task_name(source) in TASKS else truth  # a reward of the user's gets it as it is
+    truth = unwrap_truth(truth) if task_name(source) in TASKS else truth  # unchanged for the user's own tasks
     if reading.split:
         need(source, f"no data_source; {remedy}")
         extra = {"split": reading.split, "index": raw.number} | extra
-    # rows without an index are told apart by their number; "row" keeps those apart from real indices
+    # rows without an index are identified by their number; "row" distinguishes these from real indices
     index = extra.get("index", f"row{raw.number}")
     file = f"{raw.name}/" if raw.name else ""
     uid = str(extra.get("uid", f"{source or 'data'}/{extra.get('split', '-')}/{file}{index}"))
-    with refusing(UnicodeEncodeError, "text is not UTF-8; save the file as UTF-8"):
+    with as_user_error(UnicodeEncodeError, "text is not UTF-8; save the file as UTF-8"):
         json.dumps([messages, truth, extra, uid, source], ensure_ascii=False, default=str).encode()
     return Example(uid, source, messages, images, truth, extra)
 
@@ -305,29 +303,30 @@ def build_example(raw: Raw, reading: ReadingConfig) -> Example:
 Check = Callable[[Sequence[Example]], object]
 
 
-def good_rows(
-    raws: Iterable[Raw], reading: ReadingConfig, bad: list, limit: int | None = None, check: Check = len
+def valid_examples(
+    raws: Iterable[RawRow], reading: DataFormatConfig, bad: list, limit: int | None = None, check: Check = len
 ) -> Iterator[Example]:
-    """Yield the first `limit` good rows in order; `bad` gets a line (file, row, reason) for each other, of which
-    `refuse_bad` judges at the end. `check` raises UserError for rows that the reward cannot grade."""
+    """Yield the first `limit` valid rows in order. For each bad row append a line (file, row, reason) to `bad`; at the
+    end `check_bad_rows` raises UserError if bad rows are not allowed. `check` raises UserError for rows that the reward
+    cannot grade."""
 
-    def attempt(raw: Raw) -> Example | UserError:
+    def attempt(raw: RawRow) -> Example | UserError:
         try:
-            with Note(f"in {printable(raw.where)}"):
+            with ErrorContext(f"in {printable(raw.location)}"):
                 return build_example(raw, reading)
         except UserError as e:
             return e
 
-    def results() -> Iterator[tuple[Raw, Example | UserError]]:
-        rows, pool = iter(raws), ThreadPoolExecutor(WORKERS)
+    def results() -> Iterator[tuple[RawRow, Example | UserError]]:
+        rows, pool = iter(raws), ThreadPoolExecutor(DECODE_THREADS)
         try:
             while chunk := list(itertools.islice(rows, ROWS_AT_ONCE)):
                 yield from zip(chunk, pool.map(attempt, chunk), strict=True)
-        finally:  # drops what is not begun: Ctrl-C is not to wait for it
+        finally:  # cancel the rows that are not started, so that Ctrl-C does not wait for them
             pool.shutdown(cancel_futures=True)
 
-    taken: dict[str, str] = {}  # uid -> the row that has it
-    marked = 0
+    taken: dict[str, str] = {}  # uid -> location of the row that has it
+    n_changed = 0
     for raw, result in results():
         try:
             if isinstance(result, UserError):
@@ -336,132 +335,140 @@ def good_rows(
                  "extra_info.uid unique")
             check([result])
         except UserError as e:
-            bad.append(printable(f"{raw.where}: {e}"))
+            bad.append(printable(f"{raw.location}: {e}"))
             continue
-        taken[result.uid] = raw.where
-        marked += raw.marked
+        taken[result.uid] = raw.location
+        n_changed += raw.placeholders_added
         yield result
         if len(taken) == limit:
             break
-    if marked:
-        print_once(f"put {MARK} marks, one per image, in front of {marked} prompts that had images and no marks")
-    refuse_bad(bad, len(taken), reading.bad_rows)
+    if n_changed:
+        print_once(f"added {IMAGE_PLACEHOLDER} placeholders, one per image, at the start of {n_changed} prompts that "
+                   "had images but no placeholders")
+    check_bad_rows(bad, len(taken), reading.bad_rows)
 
 
-def refuse_bad(bad: list[str], good: int, bad_rows: str) -> None:
-    """Raise UserError with the first few bad rows and the count, unless `bad_rows` is "skip" and some are good."""
-    if bad and (bad_rows == "error" or not good):
-        lines = "\n  ".join(first_of(bad))
+def check_bad_rows(bad: list[str], n_valid: int, bad_rows: str) -> None:
+    """Raise UserError with the first few bad rows and their number, unless `bad_rows` is "skip" and some rows are
+    valid."""
+    if bad and (bad_rows == "error" or not n_valid):
+        lines = "\n  ".join(summarise_bad_rows(bad))
         remark = " (parquet rows count from 0)" if re.search(r" row \d+: ", lines) else ""  # text files have lines
-        remedy = "Mend them, or pass --bad-rows skip to leave them out." if good else "Mend them."
-        raise UserError(f"{len(bad)} of {len(bad) + good} rows are bad{remark}:\n  {lines}\n{remedy}")
+        remedy = "Fix them, or pass --bad-rows skip to leave them out." if n_valid else "Fix them."
+        raise UserError(f"{len(bad)} of {len(bad) + n_valid} rows are bad{remark}:\n  {lines}\n{remedy}")
 
 
-def first_of(bad: list[str]) -> list[str]:
-    """Return the first few lines, and how many more there are."""
+def summarise_bad_rows(bad: list[str]) -> list[str]:
+    """Return the first few lines, and a line with the number of the others."""
     return bad[:5] + [f"... and {len(bad) - 5} more"] * (len(bad) > 5)
 
 
 def print_left_out(bad: list[str]) -> None:
-    for line in first_of(bad):
+    """Print the first few bad rows, and how many more were left out."""
+    for line in summarise_bad_rows(bad):
         print("left out:", line)
 
 
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-Reader = Callable[[File, ReadingConfig], Iterator[tuple[str, Record]]]  # the place and the row of each row of a file
+Reader = Callable[[File, DataFormatConfig], Iterator[tuple[str, Record]]]  # yields (location, row) of a file's rows
 
 
-def parquet_records(file: File, reading: ReadingConfig) -> Iterator[tuple[str, Record]]:
-    """Rows of a parquet file; where a file is made, with those columns too that have no meaning here."""
+def parquet_records(file: File, reading: DataFormatConfig) -> Iterator[tuple[str, Record]]:
+    """Yield (location, row) of each row of a parquet file. When a file is written, rows also have the columns that have
+    no meaning here."""
     row = 0
     try:
         with open_parquet(file) as parquet:
             schema = parquet.schema_arrow
             reading.check_columns(schema.names, file)
-            more = [c for c in schema.names if c not in reading.known()] if reading.split else []
-            # binary columns other than the images would not survive as extra_info
-            binary = [c for c in more if "binary" in str(schema.field(c).type)]
+            extra = [c for c in schema.names if c not in reading.known_columns()] if reading.split else []
+            # extra_info is converted to JSON, so it cannot hold binary columns
+            binary = [c for c in extra if "binary" in str(schema.field(c).type)]
             if binary:
                 print(f"{file}: left out the binary columns {', '.join(binary)}")
-            columns = [c for c in schema.names if (c in more or c in reading.known()) and c not in binary]
+            columns = [c for c in schema.names if (c in extra or c in reading.known_columns()) and c not in binary]
             need(parquet.metadata.num_rows, f"{file} has no rows")
-            for row, record in enumerate(parquet_rows(parquet, columns)):
+            for row, record in enumerate(tables.parquet_rows(parquet, columns)):
                 yield f"row {row}", record
-    except (pa.ArrowException, OSError, *store_errors()) as e:
-        raise UserError(f"{file} is no parquet file, or is damaged near row {row}: {e}; make or copy it again") from e
+    except (pa.ArrowException, OSError, *tables.store_errors()) as e:
+        raise UserError(f"{file} is not a parquet file, or is damaged near row {row}: {e}; copy it again") from e
 
 
-def text_records(file: File, reading: ReadingConfig, kind: str) -> Iterator[tuple[str, Record]]:
-    """Rows of a text file, as sources/text.py finds them."""
-    read = getattr(plug_in("sources.text", f"--input {file}", "make a parquet file of it elsewhere"), f"{kind}_records")
+def text_records(file: File, reading: DataFormatConfig, file_type: str) -> Iterator[tuple[str, Record]]:
+    """Yield (location, row) of each row of a text file, read by sources/text.py. Raise UserError if no row can be read,
+    or if no row has a column that the settings name."""
+    read = getattr(plug_in("sources.text", f"--input {file}", "convert it to a parquet file elsewhere"),
+                   f"{file_type}_records")
     columns: dict[str, None] = {}
     problem = "it is empty"
-    for place, record in read(file):  # rows may leave keys out: a column is missing only if no row has it
+    for location, record in read(file):  # rows may leave keys out: a column is missing only if no row has it
         if isinstance(record, dict):
             columns |= dict.fromkeys(record)
         else:
-            problem = f"{place}: {record}"
+            problem = f"{location}: {record}"
     need(columns, f"{file}: no row can be read; {problem}")
     reading.check_columns(columns, file)
     yield from read(file)
 
 
-def table_rows(files: list[File], reading: ReadingConfig, records: Reader = parquet_records) -> Iterator[Raw]:
-    """Rows of tables; `number` runs on over the files."""
+def table_rows(files: list[File], reading: DataFormatConfig, records: Reader = parquet_records) -> Iterator[RawRow]:
+    """Yield the rows of table files, numbered consecutively over all files."""
     numbers = itertools.count()
-    for file, name in zip(files, file_names(files), strict=True):
-        for place, record in records(file, reading):
-            root = as_path(reading.image_root) if reading.image_root else file.parent
-            yield Raw(f"{file} {place}", next(numbers), record, root, name)
+    for file, name in zip(files, tables.unique_file_names(files), strict=True):
+        for location, record in records(file, reading):
+            root = tables.to_path(reading.image_root) if reading.image_root else file.parent
+            yield RawRow(f"{file} {location}", next(numbers), record, root, name)
 
 
 def read_examples(
-    path: str | Path | list, reading: ReadingConfig, limit: int | None = None, check: Check = len
+    path: str | Path | list, reading: DataFormatConfig, limit: int | None = None, check: Check = len
 ) -> tuple[list[Example], list[str]]:
-    """Read and check parquet file(s): ours, verl's, EasyR1's (prompt_key="problem", answer_key="answer").
+    """Read and check parquet files in our format, verl's or EasyR1's (prompt_key="problem", answer_key="answer").
 
-    Files without a prompt column are read as by a task's source, see `as_found`. Returns the first `limit` good
-    examples, and one line per row left out (only with bad_rows="skip"). A file without data sources gives "". Raises
-    UserError naming file, row, reason and remedy. `check` is as in `good_rows`.
+    Files without a prompt column are read like the input of a task, see `unconverted_config`. Return the first `limit`
+    valid examples, and one line per row left out (only with bad_rows="skip"). The data_source is "" if the file has
+    none. Raise UserError that names file, row, reason and fix. `check` is described in `valid_examples`.
     """
     for name in (*(path if isinstance(path, list) else [path]), reading.image_root or ""):
-        need(not scheme_of(str(name)),
-             f"{name}: training touches no network; prepare_data.py parquet --input URL brings it here")
-    files = data_files(path)
+        need(not tables.url_scheme(str(name)),
+             f"{name}: training does not read from the network; download it with prepare_data.py parquet --input URL")
+    files = expand_data_paths(path)
     for file in files:
         need(file.suffix not in (".jsonl", ".csv"),
-             f"{file} is no parquet file; run prepare_data.py {file.suffix[1:]} --input {file} --out F.parquet")
+             f"{file} is not a parquet file; run prepare_data.py {file.suffix[1:]} --input {file} --out F.parquet")
     bad: list[str] = []
-    found = as_found(files, reading)
-    rows = source_rows(found.data_source, found) if found else lazy_rows(files, reading)
-    examples = list(good_rows(rows, found or reading, bad, limit, check))
+    unconverted = unconverted_config(files, reading)
+    rows = source_rows(unconverted.data_source, unconverted) if unconverted else lazy_parquet_rows(files, reading)
+    examples = list(valid_examples(rows, unconverted or reading, bad, limit, check))
     pa.default_memory_pool().release_unused()
     return examples, bad
 
 
-def as_found(files: list[Path], reading: ReadingConfig) -> FoundConfig | None:
-    """Return the settings with which a task's source reads files without a prompt column, such as datasets of the hub
-    with question, image and answer; the task is --data-source, or vqa. Return None if the files have a prompt column
-    (`prompt` or --prompt-key), or lack the one that the task reads by default."""
+def unconverted_config(files: list[Path], reading: DataFormatConfig) -> UnconvertedConfig | None:
+    """Return the settings to read files without a prompt column like the input of a task (--data-source, or vqa), such
+    as hub datasets with question, image and answer. Return None if the files have a prompt column (`prompt` or
+    --prompt-key), or lack the prompt column that the task reads by default."""
     task = find_tasks().get(reading.data_source or "vqa")
-    defaults, columns = getattr(task, "DEFAULTS", {}), parquet_columns(files[0])
+    defaults, columns = getattr(task, "DEFAULTS", {}), tables.parquet_columns(files[0])
     if {"prompt", reading.prompt_key} & {*columns} or defaults.get("prompt_key") not in columns:
         return None
-    given = {f.name: getattr(reading, f.name) for f in fields(ReadingConfig) if getattr(reading, f.name) != f.default}
+    changed = {f.name: getattr(reading, f.name)
+               for f in fields(DataFormatConfig) if getattr(reading, f.name) != f.default}
     settings = {"data_source": "vqa", "input": tuple(map(str, files)), "out": ""}
-    cfg = FoundConfig(**(settings | defaults | given))
-    print_once(f"{files[0]}: kept in memory; run prepare_data.py {cfg.data_source} --input {files[0]} --out F.parquet "
-               "to make a file whose images are read when they are used")
+    cfg = UnconvertedConfig(**(settings | defaults | changed))
+    print_once(f"{files[0]}: all images are kept in memory; run prepare_data.py {cfg.data_source} --input {files[0]} "
+               "--out F.parquet to write a file from which images are read when they are used")
     return cfg
 
 
-def lazy_rows(files: list[Path], reading: ReadingConfig) -> Iterator[Raw]:
-    """Yield the rows of parquet files, with the place of each one's images."""
+def lazy_parquet_rows(files: list[Path], reading: DataFormatConfig) -> Iterator[RawRow]:
+    """Yield the rows of parquet files, each with the location that its images are read from."""
     keys = (reading.prompt_key, reading.image_key)
-    places = (place for file in files for place in row_places(file, Path(reading.image_root or file.parent), *keys))
-    for raw, raw.place in zip(table_rows(files, reading), places, strict=False):
+    locations = (location for file in files
+                 for location in row_locations(file, Path(reading.image_root or file.parent), *keys))
+    for raw, raw.image_source in zip(table_rows(files, reading), locations, strict=False):
         yield raw
 
 
@@ -476,7 +483,7 @@ SCHEMA = pa.schema({
 
 
 def row_groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    """Groups small enough that a reader never holds much more than ROW_GROUP_BYTES of images."""
+    """Yield examples in groups small enough that a reader never holds much more than ROW_GROUP_BYTES of images."""
     group: list[Example] = []
     size = 0
     for example in examples:
@@ -489,8 +496,8 @@ def row_groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
         yield group
 
 
-def columns_of(e: Example) -> dict:
-    """As SCHEMA has them."""
+def example_to_record(e: Example) -> dict:
+    """Return the columns of SCHEMA for an example."""
     return {
         "data_source": e.data_source,
         "prompt": e.messages,
@@ -500,37 +507,38 @@ def columns_of(e: Example) -> dict:
 
 
 def write_examples(examples: Iterable[Example], path: str | Path) -> int:
-    """Stream examples into one parquet file, complete or not at all; returns the number of rows.
+    """Stream examples into one parquet file, which is written completely or not at all, and return the number of rows.
 
-    The type of extra_info is known only after the last row, so all else, images above all, waits in a draft.
+    The type of extra_info is known only after the last row, so all other columns (above all images) are first written
+    to a draft.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     extras: list[dict] = []
-    for left in path.parent.glob(f".{escape(path.name)}.*/draft"):  # left by a killed process, unlocked
-        with suppress(OSError), left.open() as file:
+    for stale_draft in path.parent.glob(f".{escape(path.name)}.*/draft"):  # unlocked: its process was killed
+        with suppress(OSError), stale_draft.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left.parent)
-    made = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
-    with made as folder, (draft := Path(folder, "draft")).open("wb") as lock:
-        with suppress(OSError):  # some network file systems have no locks
+            shutil.rmtree(stale_draft.parent)
+    work_folder = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+    with work_folder as folder, (draft := Path(folder, "draft")).open("wb") as lock:
+        with suppress(OSError):  # some network file systems do not support locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         final = Path(folder, "final")
-        # rows between checks of a page's size: by default all images of a row group would share one page
+        # the page size is checked every 8 rows: by default all images of a row group would share one page
         pages = {"write_batch_size": 8, "write_page_checksum": True}
         with pq.ParquetWriter(draft, SCHEMA, **pages) as writer:
             for group in row_groups(examples):
-                writer.write_batch(pa.RecordBatch.from_pylist(list(map(columns_of, group)), schema=SCHEMA))
+                writer.write_batch(pa.RecordBatch.from_pylist(list(map(example_to_record, group)), schema=SCHEMA))
                 extras += [drop_none(json.loads(json.dumps(e.extra | {"uid": e.uid}, default=str))) for e in group]
-        need(extras, f"nothing to write to {path}: the source gave no usable row")
-        column = extra_column(extras)
+        need(extras, f"no rows to write to {path}: the source has no usable row; check --input and its flags")
+        column = tables.build_extra_info_column(extras)
         schema = SCHEMA.append(pa.field("extra_info", column.type))
-        done = 0
+        n_written = 0
         with open_parquet(draft) as source, pq.ParquetWriter(final, schema, **pages) as writer:
             for i in range(source.num_row_groups):
                 table = source.read_row_group(i)
-                writer.write_table(table.append_column("extra_info", column.slice(done, len(table))))
-                done += len(table)
+                writer.write_table(table.append_column("extra_info", column.slice(n_written, len(table))))
+                n_written += len(table)
         os.replace(final, path)
     return len(extras)
 
@@ -538,73 +546,73 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
 # ---------------------------------------------------------------------------------------------------- sources
 
 
-TABLES: dict[str, tuple[Reader, str, str]] = {  # how to read such files, the column of their answers, the help
-    "jsonl": (partial(text_records, kind="jsonl"), "answer", "One JSON object per line."),
-    "csv": (partial(text_records, kind="csv"), "answer", "A header line first; images in a cell as a JSON list."),
+TABLE_SOURCES: dict[str, tuple[Reader, str, str]] = {  # reader, default --answer-key, help
+    "jsonl": (partial(text_records, file_type="jsonl"), "answer", "One JSON object per line."),
+    "csv": (partial(text_records, file_type="csv"), "answer", "A header line first; images in a cell as a JSON list."),
     "parquet": (parquet_records, TRUTH, "Any layout; columns without a meaning here go to extra_info."),
 }
 
 
-def instruction_of(text: str) -> str:
+def resolve_instruction(text: str) -> str:
     """Return the text of --instruction: the instruction of the task with that name, or else the text itself."""
     load_tasks()
     return (text in TASKS and TASKS[text].instruction) or text
 
 
-def source_rows(source: str, cfg: FileConfig) -> Iterator[Raw]:
-    """Rows of files, or drawn by a task."""
-    if source in TABLES:
-        return table_rows(data_files(cfg.input), cfg, TABLES[source][0])
+def source_rows(source: str, cfg: ConvertConfig) -> Iterator[RawRow]:
+    """Return the rows of files, or toy rows generated by a task."""
+    if source in TABLE_SOURCES:
+        return table_rows(expand_data_paths(cfg.input), cfg, TABLE_SOURCES[source][0])
     task = find_tasks()[source]
     if hasattr(task, "rows") and not getattr(cfg, "toy", False):
         return task.rows(cfg)
-    return (Raw(f"{source} row {i}", i, row) for i, row in enumerate(task.toy(cfg.n, cfg.split, cfg.seed)))
+    return (RawRow(f"{source} row {i}", i, row) for i, row in enumerate(task.toy(cfg.n, cfg.split, cfg.seed)))
 
 
 # ---------------------------------------------------------------------------------------------------- command line
 
 
-def parse_args(argv: list[str] | None = None) -> tuple[str, FileConfig | InspectConfig]:
-    """The source, or inspect, and its settings."""
-    parser = Parser(__doc__)
-    about = "what each makes, and its flags: prepare_data.py SOURCE -h"
+def parse_args(argv: list[str] | None = None) -> tuple[str, ConvertConfig | InspectConfig]:
+    """Return the source (or "inspect") and its settings."""
+    parser = FlagParser(__doc__)
+    about = "description and flags of each source: prepare_data.py SOURCE -h"
     sources = parser.add_subparsers(dest="source", metavar="SOURCE", required=True, title="sources", description=about)
-    commands = {name: (about, FileConfig, {"answer_key": key}) for name, (_, key, about) in TABLES.items()}
+    commands = {name: (about, ConvertConfig, {"answer_key": key}) for name, (_, key, about) in TABLE_SOURCES.items()}
     for name, task in find_tasks().items():
-        config = TaskConfig if hasattr(task, "toy") else FileConfig
+        config = ToyConfig if hasattr(task, "toy") else ConvertConfig
         commands[name] = ((task.__doc__ or name).partition("\n")[0], config, getattr(task, "DEFAULTS", {}))
     commands["inspect"] = ("Print rows, counts and statistics of parquet file(s).", InspectConfig, {})
     for name, (about, config, defaults) in commands.items():
         command = sources.add_parser(name, help=about, description=about)
-        add_settings(command, config)
+        add_flags(command, config)
         for action in command._actions:
-            if action.dest in defaults:  # that of all sources is in the text
+            if action.dest in defaults:  # the help text has the default that holds for all sources
                 action.help = f"{action.help.partition(' (default')[0]} (default: {defaults[action.dest]})"
         command.set_defaults(config=config, **defaults)
-    given = vars(parser.parse_args(argv))
-    return given["source"], read_settings(given["config"], given)
+    args = vars(parser.parse_args(argv))
+    return args["source"], build_config(args["config"], args)
 
 
-def check_out(source: str, cfg: FileConfig) -> None:
-    """Refuse, before any work, an --out that could only fail later."""
+def check_output_file(source: str, cfg: ConvertConfig) -> None:
+    """Raise UserError, before any work, if the file --out cannot be written."""
     out = Path(cfg.out)
-    need((out.is_file() or not out.exists()) and existing(out.parent).is_dir(),
+    need((out.is_file() or not out.exists()) and errors.nearest_existing(out.parent).is_dir(),
          f"--out is {out}, expected the parquet file to write, e.g. --out {source}.parquet")
     inputs = [Path(name).resolve() for name in cfg.input]
     need(out.resolve() not in inputs, f"--out {out} is also the --input; write to another file")
-    check_writable(out.parent, f"--out {out}")
+    errors.check_writable(out.parent, f"--out {out}")
 
 
-def make_file(source: str, cfg: FileConfig) -> None:
-    """Rows of a source -> `--out`."""
-    check_out(source, cfg)
+def make_file(source: str, cfg: ConvertConfig) -> None:
+    """Convert the rows of a source to the parquet file --out."""
+    check_output_file(source, cfg)
     template_columns(cfg.prompt_template)
     bad: list[str] = []
     raws = tqdm(source_rows(source, cfg), desc=source, unit=" rows", disable=None)
-    # rows of tasks that are not built in are graded by the user's own reward
+    # rows whose task is not built in are graded by the user's own reward
     check = partial(check_tasks, graded_elsewhere=lambda example: task_name(example.data_source) not in TASKS)
-    with writing(Path(cfg.out), f"--out {cfg.out}"):
-        count = write_examples(good_rows(raws, cfg, bad, cfg.limit, check), cfg.out)
+    with errors.report_write_errors(Path(cfg.out), f"--out {cfg.out}"):
+        count = write_examples(valid_examples(raws, cfg, bad, cfg.limit, check), cfg.out)
     size = Path(cfg.out).stat().st_size / 2**20
     print(f"wrote {count} row{'s' * (count != 1)} ({size:.1f} MiB) to {cfg.out}; left out {len(bad)}")
     print_left_out(bad)
@@ -613,8 +621,8 @@ def make_file(source: str, cfg: FileConfig) -> None:
 
 
 def inspect_file(cfg: InspectConfig) -> None:
-    """Print some rows of a file, and what all of them have in common."""
-    look = plug_in("sources.look", "inspect", "leave it out")
+    """Print some rows of a file in full, and statistics of all rows."""
+    look = plug_in("sources.inspect_rows", "inspect", "leave it out")
     examples, bad = read_examples(cfg.file, cfg, cfg.limit)
     for example in examples[: cfg.rows]:
         look.print_example(example)
@@ -623,12 +631,12 @@ def inspect_file(cfg: InspectConfig) -> None:
     look.print_statistics(examples, cfg.model, cfg.min_pixels, cfg.max_pixels)
 
 
-def main(command: tuple[str, FileConfig | InspectConfig]) -> None:
+def main(command: tuple[str, ConvertConfig | InspectConfig]) -> None:
     source, cfg = command
     inspect_file(cfg) if source == "inspect" else make_file(source, cfg)
 
 
 if __name__ == "__main__":
-    from utils import run_script  # here: processes that grade import tasks, and so this file, and need no torch
+    from utils import run_script  # imported here because reward workers import this file but do not need torch
 
     run_script(main, parse_args)

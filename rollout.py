@@ -1,11 +1,12 @@
-"""Prompts in, rollouts out: the records, how examples become prompts, and what an engine and an environment are.
+"""From prompts to rollouts: the records, the conversion of examples to prompts, and the interface of rollout engines.
 
-An engine has four verbs, sample, load_weights, sleep, wake, the dtype of its weights, and their version. engines/hf.py
-is the reference, engines/vllm.py the fast one. Both ban the same tokens, stop at the same ones, take the same pixels,
-and report the log-probability of the distribution that they sampled from.
+An engine implements sample, load_weights, sleep and wake, and has a dtype and a version of its weights. engines/hf.py
+is the reference implementation, engines/vllm.py the fast one. Both exclude the same tokens from sampling, stop at the
+same tokens, see the same pixels, and report log-probabilities of the distribution they sampled from (with greedy
+decoding: at temperature 1).
 
-With --env a rollout is an episode: the policy's responses in turn with what an environment says to them. Its tokens are
-never written anew: turn k + 1 goes on from turn k's prompt, the tokens that were sampled, and the environment's.
+With --env a rollout is an episode, in which responses of the policy alternate with observations of an environment.
+Text is never tokenized again: turn k + 1 continues from the token ids of turn k and of the observation that followed.
 """
 
 import hashlib
@@ -24,106 +25,109 @@ from PIL import Image
 from errors import need, plug_in, printable
 from grpo import Algorithm, overlong_penalty
 from model import ImageInput, Processor
-from packing import Batch
-from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad
+from packing import TrainBatch
+from prepare_data import DataFormatConfig, Example, check_bad_rows, decode_image, read_examples
 from reward import RewardContext
 from rewards.grade import Grader
-from settings import plain_pair, setting
-from utils import Context, NamedTensors, derive_seed, print0
+from settings import flag_field, plain_pair
+from utils import DistContext, NamedTensors, derive_seed, print0
 
 
 @dataclass(eq=False)
 class Prompt:
-    """An example as the model reads it: image tokens expanded, images as patches."""
+    """The model's input for an example: token ids with image tokens expanded, and images as patches."""
 
     uid: str
     token_ids: list[int]
     images: list[ImageInput]
     example: Example
-    short_ids: list[int]  # one placeholder per image, for engines that expand them
-    blank: bool = False  # is every image a white one?
-    start: Example | None = None  # what was asked: the example, or what an environment makes of it
-    context: RewardContext | None = None  # for its rewards; None: the step that trains on it is not known yet
+    unexpanded_ids: list[int]  # token ids with one placeholder per image, for engines that expand them
+    blank: bool = False  # whether every image was replaced by a white one
+    initial_example: Example | None = None  # the example as the environment's reset returned it (default: `example`)
+    # what rewards get besides the example; None until it is known which step trains on this prompt
+    context: RewardContext | None = None
 
     def __post_init__(self):
-        self.start = self.start or self.example
+        self.initial_example = self.initial_example or self.example
 
 
-ENDS = (  # of an episode
-    "done",  # its environment said so
-    "max_turns",  # after the last turn that was allowed
+EPISODE_END_REASONS = (
+    "done",  # the environment ended it
+    "max_turns",  # --max-turns was reached
     "length",  # a response was cut off
-    "room",  # --max-new-tokens leaves no room for what the environment says and a token more
-    "error",  # its environment failed
+    "room",  # --max-new-tokens has no room for the observation and one more token
+    "error",  # the environment failed
 )
 
 
-class Turn(NamedTuple):
-    """One response of an episode and all that it was sampled after."""
+class TurnSequence(NamedTuple):
+    """The token ids of one turn of an episode: the full context of the response, then the response itself."""
 
     ids: list[int]
-    n_sampled: int  # of them, the last ones
-    n_images: int  # of the prompt's and the episode's, the first ones
+    n_sampled: int  # length of the response, which is the end of `ids`
+    n_images: int  # number of images in `ids`: the first ones of the prompt and the episode
 
 
 @dataclass(eq=False)
 class Rollout:
-    """One sampled response, or an episode of several: token ids, never re-tokenised text."""
+    """A sampled response, or an episode of several responses, as token ids that are never tokenized again."""
 
     prompt: Prompt
-    sample: int  # index in the group
-    response: list[int] = field(default_factory=list)  # token ids; of an episode the environment's too, images expanded
-    response_mask: list[bool] = field(default_factory=list)  # which of them the policy produced
-    logprobs: list[float] = field(default_factory=list)  # the engine's, in nats, of the tokens under the mask
+    sample_index: int  # index in the group
+    response: list[int] = field(default_factory=list)  # token ids after the prompt, an episode's observations included
+    response_mask: list[bool] = field(default_factory=list)  # True for tokens that the policy sampled
+    logprobs: list[float] = field(default_factory=list)  # the engine's log-probability of each sampled token, in nats
     finish_reason: str = ""  # "stop" (an end token), "length", "error" (reward or environment failed: not trained on)
-    text: str = ""  # of an episode its last response
+    text: str = ""  # text of the response; in an episode, of the last response
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
-    turns: int = 1  # how many responses
-    ended_by: str = ""  # once it is over "response", or of an episode one of ENDS
-    failure: str = ""  # of its environment: "errors" or "timeouts"
-    failure_line: str = ""  # the same in words
-    images: list[ImageInput] = field(default_factory=list)  # that came after the prompt, in order
-    messages: list[dict] = field(default_factory=list)  # of an episode: what was said after the prompt
-    turn_rewards: list[float] = field(default_factory=list)  # of its environment for each turn, discounted
-    discount: float = 1.0  # of the reward that comes after the last turn
-    earned: dict[str, float] = field(default_factory=dict)  # the environment's named numbers, summed over turns
-    separate: list[Turn] = field(default_factory=list)  # if the chat template has rewritten what was said before
-    versions: list[int] = field(default_factory=list)  # as long as logprobs: of the weights that sampled each token
+    n_turns: int = 1  # number of responses
+    ended_by: str = ""  # "response" or, for episodes, one of EPISODE_END_REASONS; empty before the end
+    env_failure: str = ""  # "errors" or "timeouts" if the environment failed
+    failure_line: str = ""  # the message of that failure
+    images: list[ImageInput] = field(default_factory=list)  # images of observations, in order
+    messages: list[dict] = field(default_factory=list)  # episodes: the messages after the prompt
+    turn_rewards: list[float] = field(default_factory=list)  # the environment's reward of each turn, discounted
+    discount: float = 1.0  # factor applied to the last response's own reward: turn_gamma^(n_turns - 1)
+    env_rewards: dict[str, float] = field(default_factory=dict)  # the environment's named rewards, summed over turns
+    separate_turns: list[TurnSequence] = field(default_factory=list)  # set if the chat template rewrote earlier turns
+    versions: list[int] = field(default_factory=list)  # version of the weights that sampled each token in `logprobs`
 
     @property
     def reward(self) -> float:
-        """NaN if its reward failed."""
+        """Return the total reward, or NaN if the reward failed."""
         return self.rewards.get("reward", math.nan)
 
     @property
     def accuracy(self) -> float:
-        """Or the total, of a reward that has no such part."""
+        """Return the reward named "accuracy", or `task_reward` if there is none."""
         return self.rewards.get("accuracy", self.task_reward)
 
     @property
     def is_episode(self) -> bool:
-        """One that is over, rather than a single response."""
-        return self.ended_by in ENDS
+        """Return whether this is a finished episode rather than a single response."""
+        return self.ended_by in EPISODE_END_REASONS
 
     @property
     def task_reward(self) -> float:
-        """Before any penalty for its length: dynamic sampling keeps groups where it is not the same for all."""
+        """Return the total reward before the length penalty. Dynamic sampling keeps the groups in which
+        this reward differs."""
         return self.rewards.get("unpenalised", self.reward)
 
 
-def begun(prompts: Sequence[Prompt], n: int) -> list[Rollout]:
-    """n of each prompt, without a response yet."""
-    return [Rollout(prompt, sample) for prompt, sample in product(prompts, range(n))]
+def start_rollouts(prompts: Sequence[Prompt], n: int) -> list[Rollout]:
+    """Return n rollouts of each prompt, which have no response yet."""
+    return [Rollout(prompt, index) for prompt, index in product(prompts, range(n))]
 
 
-OnRollout = Callable[[Rollout], None]  # what an engine calls with each rollout that is finished
+RolloutCallback = Callable[[Rollout], None]  # an engine calls it with each finished rollout
 
 
 @dataclass
 class RolloutCounter:
-    """Counts finished rollouts and their sampled tokens before it hands them to `on_rollout`: what progress shows."""
+    """A counter of finished rollouts and their sampled tokens, for progress bars, that passes each rollout on to
+    `on_rollout`."""
 
-    on_rollout: OnRollout | None = None
+    on_rollout: RolloutCallback | None = None
     rollouts: int = 0
     tokens: int = 0
 
@@ -135,24 +139,24 @@ class RolloutCounter:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     max_new_tokens: int
-    temperature: float = 1.0  # 0 = greedy; logprobs are then those at temperature 1
+    temperature: float = 1.0  # 0: greedy decoding, with log-probabilities at temperature 1
     top_p: float = 1.0
     seed: int = 0
 
 
 def response_text(processor: Processor, tokens: Sequence[int]) -> str:
-    """Without the end token. Other special tokens stay visible: a reward must see the `<|im_start|>` of
-    `4<|im_start|>`."""
-    ended = tokens[-1:] and tokens[-1] in processor.eos_ids
-    return processor.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
+    """Decode a response without its end token. Other special tokens stay in the text, so that a reward can reject
+    `4<|im_start|>`; without its special token it would be graded as the answer `4`."""
+    has_end_token = tokens[-1:] and tokens[-1] in processor.eos_ids
+    return processor.tokenizer.decode(tokens[:-1] if has_end_token else tokens, skip_special_tokens=False)
 
 
 def add_response(
     rollout: Rollout, tokens: list[int], logprobs: list[float], processor: Processor, versions: list[int]
 ) -> None:
-    """What an engine sampled, at the end of a rollout, and which version of its weights sampled each token."""
+    """Append a sampled response to a rollout, with the version of the weights that sampled each token."""
     rollout.response += tokens
     rollout.response_mask += [True] * len(tokens)
     rollout.logprobs += logprobs
@@ -162,81 +166,85 @@ def add_response(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Examples to prompts
+# From examples to prompts
 
 
-StartOf = Callable[[Example], Example]  # what an environment begins with: other messages and images
+# an environment's reset: returns the example with the episode's first messages and images
+ResetFn = Callable[[Example], Example]
 
 
-def as_given(example: Example) -> Example:
-    """Without an environment."""
+def identity(example: Example) -> Example:
+    """Return the example itself: the ResetFn of runs without an environment."""
     return example
 
 
 def preprocess_image(image: Image.Image, processor: Processor, blank: bool, key: str) -> ImageInput:
-    """Return an image as the model sees it, or with `blank` a white image of its size. `key` identifies its content."""
+    """Return the patches of an image or, with `blank`, of a white image of the same size. `key` identifies the content
+    of the image."""
     if blank:
         image, key = Image.new("RGB", image.size, "white"), f"blank-{image.size}"
-    return processor.image(key, image)
+    return processor.image_to_patches(key, image)
 
 
 def make_prompts(
     examples: Sequence[Example],
     processor: Processor,
     blank: bool = False,
-    start_of: StartOf = as_given,
+    reset_fn: ResetFn = identity,
     context: RewardContext | None = None,
 ) -> list[Prompt]:
-    """Decode and tokenise. With `blank` every image is replaced by a white one of its size: what is still answered
-    right was not seen but guessed."""
+    """Decode the images of examples and tokenize their messages. With `blank`, replace every image by a white one of
+    the same size, to measure how many answers are correct without the image."""
 
     @cache  # examples may share an image
     def prepare(data: bytes) -> ImageInput:
         return preprocess_image(decode_image(data), processor, blank, hashlib.sha1(data).hexdigest())
 
-    def one(example: Example) -> Prompt:
-        start = start_of(example)
-        images = list(map(prepare, start.images))
-        short_ids = processor.render(start.messages)
-        ids = processor.expand(short_ids, images)
-        return Prompt(example.uid, ids, images, example, short_ids, blank, start, context)
+    def make_prompt(example: Example) -> Prompt:
+        initial = reset_fn(example)
+        images = list(map(prepare, initial.images))
+        unexpanded_ids = processor.tokenize_messages(initial.messages)
+        ids = processor.expand_image_tokens(unexpanded_ids, images)
+        return Prompt(example.uid, ids, images, example, unexpanded_ids, blank, initial, context)
 
     with ThreadPoolExecutor(4) as pool:  # decoding and resizing release the GIL
-        return list(pool.map(one, examples))
+        return list(pool.map(make_prompt, examples))
 
 
-SPECIAL_TOKEN = "the tokenizer's special token"  # in the line of a prompt that is left out for one
+# identifies the lines about special tokens among those about dropped prompts
+SPECIAL_TOKEN_REASON = "the prompt text contains the special token"
 
 
-def drop_long_prompts(
+def filter_prompts(
     examples: Sequence[Example],
     processors: Sequence[Processor],
     max_tokens: int,
     bad_rows: str = "error",
-    start_of: StartOf = as_given,
+    reset_fn: ResetFn = identity,
 ) -> tuple[list[Example], list[str], list[int]]:
-    """Examples whose prompt, image tokens included, has at most max_tokens tokens for each processor; a line for each
-    one dropped; and the lengths of those kept. A text that a tokenizer would read a special token from is a bad row: it
-    could end a turn, or stand for an image that is not there. UserError unless bad_rows is "skip"."""
+    """Return the examples to keep, one line for each dropped example, and the lengths of the kept prompts.
+
+    A prompt, its images included, may have at most max_tokens tokens for each processor. An example whose text contains
+    special tokens is a bad row, because such a token could end a turn or stand for an image that does not exist. Raise
+    UserError if there are bad rows, unless bad_rows is "skip"."""
     kept, dropped, lengths, bad = [], [], [], []
     for example in examples:
-        start = start_of(example)
-        if found := dict.fromkeys(chain.from_iterable(p.special_tokens_in(start.messages) for p in processors)):
-            line = f"{example.uid!r}: {SPECIAL_TOKEN} {', '.join(found)} in the prompt's text; write it otherwise"
-            bad.append(printable(line))
+        initial = reset_fn(example)
+        if special := dict.fromkeys(chain.from_iterable(p.special_tokens_in(initial.messages) for p in processors)):
+            bad.append(printable(f"{example.uid!r}: {SPECIAL_TOKEN_REASON} {', '.join(special)}; remove or reword it"))
             continue
-        n = max(p.count_tokens(start.messages, start.image_sizes) for p in processors)
+        n = max(p.count_tokens(initial.messages, initial.image_sizes) for p in processors)
         if n > max_tokens:
             dropped.append(f"{example.uid!r}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
         else:
             kept.append(example)
             lengths.append(n)
-    refuse_bad(bad, len(examples) - len(bad), bad_rows)
+    check_bad_rows(bad, len(examples) - len(bad), bad_rows)
     return kept, bad + dropped, lengths
 
 
-class Examples(list[Example]):
-    """With the number of tokens of each one's prompt, and how many rows were left out."""
+class ExampleList(list[Example]):
+    """A list of examples with the prompt length of each, in tokens, and the number of rows that were left out."""
 
     def __init__(self, examples: Sequence[Example] = (), lengths: Sequence[int] = (), left_out: int = 0):
         super().__init__(examples)
@@ -246,39 +254,40 @@ class Examples(list[Example]):
 
 def load_examples(
     path: str,
-    cfg: ReadingConfig,
+    cfg: DataFormatConfig,
     processors: Sequence[Processor],
-    rewards: Grader | None = None,
-    start_of: StartOf = as_given,
+    grader: Grader | None = None,
+    reset_fn: ResetFn = identity,
     limit: int | None = None,
-) -> Examples:
-    """The first `limit` examples that are readable, those of them that fit every processor and that `rewards` can
-    grade; what is left out is counted and shown."""
-    examples, unreadable = read_examples(path, cfg, limit, rewards.check if rewards else len)
-    kept, dropped, lengths = drop_long_prompts(examples, processors, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
-    special = sum(SPECIAL_TOKEN in line for line in dropped)
+) -> ExampleList:
+    """Load the first `limit` readable examples, check that `grader` can grade them, and drop prompts that are too long
+    for at least one processor or contain special tokens. Print how many rows were left out, and the reasons for the
+    first ten."""
+    examples, unreadable = read_examples(path, cfg, limit, grader.check_examples if grader else len)
+    kept, dropped, lengths = filter_prompts(examples, processors, cfg.max_prompt_tokens, cfg.bad_rows, reset_fn)
+    n_special = sum(SPECIAL_TOKEN_REASON in line for line in dropped)
     left_out = unreadable + dropped
     for line in left_out[:10]:
         print0(f"left out: {line}")
     print0(
         f"{path}: {len(kept)} examples of up to {max(lengths, default=0)} prompt tokens; left out: {len(unreadable)} "
-        f"unreadable, {len(dropped) - special} over --max-prompt-tokens {cfg.max_prompt_tokens}, {special} with "
+        f"unreadable, {len(dropped) - n_special} over --max-prompt-tokens {cfg.max_prompt_tokens}, {n_special} with "
         "special tokens in their text"
     )
-    need(kept, f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {cfg.max_prompt_tokens}; raise it, "
-         "or lower --max-pixels")
-    for line in rewards.unasked(kept) if rewards else ():
+    need(kept, f"{path}: no usable prompts: {len(dropped) - n_special} over --max-prompt-tokens {cfg.max_prompt_tokens}"
+         f", {n_special} with special tokens; raise the limit, or lower --max-pixels to get fewer image tokens")
+    for line in grader.format_warnings(kept) if grader else ():
         print0(f"warning: {path}: {line}")
-    return Examples(kept, lengths, len(left_out))
+    return ExampleList(kept, lengths, len(left_out))
 
 
-def give_rewards(
+def assign_rewards(
     rollouts: Sequence[Rollout], results: Sequence[dict[str, float] | None], algo: Algorithm, max_new_tokens: int
 ) -> None:
     """Set the rewards of each rollout: named numbers and their total, "reward".
 
-    One whose reward failed (None) has none, and ends in "error": nothing of it is trained on, and the others of its
-    group are compared without it."""
+    A rollout whose reward failed (None) gets no rewards and the finish reason "error": it is not trained on, and the
+    advantages of its group are computed without it."""
     for r, rewards in zip(rollouts, results, strict=True):
         r.finish_reason = "error" if rewards is None else r.finish_reason
         r.rewards = rewards or {}
@@ -294,160 +303,167 @@ def give_rewards(
 
 ENGINES = ("auto", "hf", "vllm", "server")
 VLLM_HELP = (
-    "arguments of vLLM's LLM, such as gpu_memory_utilization=0.5 or tensor_parallel_size=2 (neighbouring processes "
-    "share an engine), and sleep_level: what it keeps during the update: all (0), its weights in host memory (1, the "
-    "default), or nothing (2)"
+    "arguments of vLLM's LLM, such as gpu_memory_utilization=0.5 or tensor_parallel_size=2 (consecutive ranks share "
+    "an engine), and sleep_level, which sets what vLLM keeps during the update: everything (0), its weights in "
+    "host memory (1, the default), or nothing (2)"
 )
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Rollout"""
+    """Rollout"""  # this section's title in --help
 
-    prompts_per_step: int = setting(16, "prompts per step, over all processes (P)", least=1)
-    max_new_tokens: int = setting(512, "max new tokens per response (for episodes: all turns and observations "
-                                  "together)", least=1)
-    temperature: float = setting(1.0, "sampling temperature; all log-probabilities are computed at it too", above=0)
-    rollout: str = setting("auto", "rollout engine; auto: vllm on a GPU if it is installed, else hf", choices=ENGINES)
-    vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE", from_run=plain_pair)
+    prompts_per_step: int = flag_field(16, "prompts per step, over all processes (P)", least=1)
+    max_new_tokens: int = flag_field(512, "max new tokens per response (for episodes: all turns and observations "
+                                     "together)", least=1)
+    temperature: float = flag_field(1.0, "sampling temperature, also used for all log-probabilities", above=0)
+    rollout: str = flag_field("auto", "rollout engine; auto: vllm on a GPU if it is installed, else hf",
+                              choices=ENGINES)
+    vllm: tuple[str, ...] = flag_field((), VLLM_HELP, metavar="KEY=VALUE", from_run=plain_pair)
 
     def check(self, world: int, minibatches: int) -> None:
-        share = world * minibatches
-        need(self.prompts_per_step % share == 0,
-             f"--prompts-per-step {self.prompts_per_step} does not divide into {world} processes x {minibatches} "
-             f"--minibatches; use a multiple of {share}")
+        divisor = world * minibatches
+        need(self.prompts_per_step % divisor == 0,
+             f"--prompts-per-step {self.prompts_per_step} is not divisible by {world} processes x {minibatches} "
+             f"--minibatches; use a multiple of {divisor}")
 
-    def check_data(self, examples: Examples, data: str, micro_tokens: int) -> None:
-        """Raise UserError if there are too few examples for a batch, or a micro-batch is too small for the longest."""
+    def check_data(self, examples: ExampleList, data: str, micro_tokens: int) -> None:
+        """Raise UserError if there are fewer examples than a batch needs, or if the longest prompt and a response do
+        not fit in a micro-batch."""
         n, longest = len(examples), max(examples.lengths)
         need(n >= self.prompts_per_step,
              f"--data {data} has {n} usable examples, but --prompts-per-step is {self.prompts_per_step}; lower it")
         need(longest + self.max_new_tokens <= micro_tokens,
-             f"--micro-tokens {micro_tokens}: the longest prompt has {longest} tokens and --max-new-tokens is "
-             f"{self.max_new_tokens}; raise it to {longest + self.max_new_tokens}")
+             f"--micro-tokens {micro_tokens} is too small: the longest prompt has {longest} tokens and "
+             f"--max-new-tokens is {self.max_new_tokens}; set it to at least {longest + self.max_new_tokens}")
 
 
 @dataclass(frozen=True)
 class EnvConfig:
-    """Environment"""
+    """Environment"""  # this section's title in --help
 
-    env: str | None = setting(None, "environment of multi-turn episodes: a name in envs/, or your own; "
-                              "docs/environments.md", metavar="NAME|FILE.py:CLASS",
-                              from_run=lambda name: ":" not in str(name))
-    env_settings: tuple[str, ...] = setting((), "constructor arguments of the environment; values are JSON, else text",
-                                            metavar="KEY=VALUE", from_run=plain_pair, part_of="env")
-    max_turns: int = setting(4, "max responses per episode", least=1)
-    turn_gamma: float = setting(1.0, "discount per turn (1: none)", above=0, most=1)
-    env_errors: str = setting("drop", "episodes whose environment fails: drop them, give reward zero, or stop the run",
-                              choices=("drop", "zero", "stop"))
-    env_timeout: float = setting(30.0, "seconds an environment may take for one reset or step", above=0)
+    env: str | None = flag_field(None, "environment of multi-turn episodes: a name in envs/, or your own; "
+                                 "docs/environments.md", metavar="NAME|FILE.py:CLASS",
+                                 from_run=lambda name: ":" not in str(name))
+    env_settings: tuple[str, ...] = flag_field((), "constructor arguments of the environment; parsed as JSON, or "
+                                               "taken as text", metavar="KEY=VALUE", from_run=plain_pair, part_of="env")
+    max_turns: int = flag_field(4, "max responses per episode", least=1)
+    turn_gamma: float = flag_field(1.0, "discount per turn (1: none)", above=0, most=1)
+    env_errors: str = flag_field("drop", "episodes whose environment fails: drop them, give reward zero, or stop the "
+                                 "run", choices=("drop", "zero", "stop"))
+    env_timeout: float = flag_field(30.0, "seconds an environment may take for one reset or step", above=0)
 
 
-def load_environments(cfg: EnvConfig) -> Any:
-    """Return envs._load.Environments, what --env names; None without."""
+def make_env_factory(cfg: EnvConfig) -> Any:
+    """Return an envs._factory.EnvFactory for the environment that --env names, or None without --env."""
     need(cfg.env or not cfg.env_settings, "--env-settings needs --env")
-    return plug_in("envs._load", f"--env {cfg.env}").Environments(cfg) if cfg.env else None
+    return plug_in("envs._factory", f"--env {cfg.env}").EnvFactory(cfg) if cfg.env else None
 
 
-NOT_FINITE = (
-    "the {what} are not finite, so nothing can be sampled: weights hold NaN or infinity, or values too large for "
-    "--dtype; check --model, or continue from an earlier checkpoint with a lower --lr"
+NOT_FINITE_MESSAGE = (
+    "cannot sample: the {what} are not finite. The weights contain NaN or infinity, or values too large for --dtype; "
+    "check --model, or resume from an earlier checkpoint with a lower --lr"
 )
 
 
-WAIT = 0.05  # seconds that an engine without work waits for environments, at a time
+IDLE_POLL_SECONDS = 0.05  # how long an idle engine waits for environments before it polls again
 
 
-class Responses:
-    """What an engine is to sample: rollouts that a response is added to. Of single responses all are there at once;
-    envs/_play.py has those of episodes."""
+class RolloutQueue:
+    """The rollouts for which an engine still has to sample a response. In this class all are available at once; with
+    an environment they arrive over time (envs/_episodes.EpisodeQueue)."""
 
-    over = True  # no more will come than the next `take` gives
+    closed = True  # whether the next `poll` returns the last rollouts
 
-    def __init__(self, rollouts: Sequence[Rollout], sampling: Sampling, on_rollout: OnRollout):
+    def __init__(self, rollouts: Sequence[Rollout], sampling: SamplingParams, on_rollout: RolloutCallback):
         self.waiting = list(rollouts)
         self.sampling = sampling
         self.on_rollout = on_rollout
 
-    def room(self, rollout: Rollout) -> int:
-        """How many tokens the next response may have."""
+    def remaining_tokens(self, rollout: Rollout) -> int:
+        """Return the max number of tokens for the next response."""
         return self.sampling.max_new_tokens - len(rollout.response)
 
-    def take(self, wait: float) -> list[Rollout]:
-        """Those that came since the last call. Without any it may wait, so many seconds at most."""
-        taken, self.waiting = self.waiting, []
-        return taken
+    def poll(self, wait: float) -> list[Rollout]:
+        """Return the rollouts that arrived since the last call. If there are none, wait up to `wait` seconds."""
+        arrived, self.waiting = self.waiting, []
+        return arrived
 
-    def added(self, rollout: Rollout) -> None:
-        """The engine calls this as soon as it has added a response, in any order."""
+    def mark_sampled(self, rollout: Rollout) -> None:
+        """Record that a rollout has its response. Engines call this as soon as the response has been added; the
+        order of the rollouts does not matter."""
         rollout.ended_by = "response"
         self.on_rollout(rollout)
 
 
-Weights = Callable[[bool], NamedTensors]  # in full (True: only of what is trained); all ranks consume them together
+# returns unsharded tensors (True: only the trained ones); collective over all ranks
+GetWeights = Callable[[bool], NamedTensors]
 
 
-def never() -> bool:
+def never_stop() -> bool:
     return False
 
 
 class Engine:
-    """What samples responses, with weights of its own that only load_weights changes. generate and load_weights wake
-    what they need; it stays awake until somebody who needs its memory lets it sleep."""
+    """The interface of rollout engines. An engine samples responses with its own copy of the weights, which only
+    `sync` and load_weights change; by default `sync` calls load_weights. generate and load_weights wake the engine, and
+    it stays awake until `sleep` is called."""
 
-    dtype: torch.dtype  # of its weights: a sync casts to it
-    complete = False  # has load_weights brought every tensor? Until then a sync must send the frozen ones too
-    version = 0  # of its weights: each call of load_weights adds 1
+    dtype: torch.dtype  # dtype of the engine's weights; a weight sync casts to it
+    has_all_weights = False  # whether load_weights has set every tensor; until then a sync also sends frozen weights
+    weights_version = 0  # each update of the weights adds 1
 
-    def __init__(self, interrupted: Callable[[], bool] = never):
-        """`interrupted` returns True once the run was asked to end: stop sampling."""
-        self.interrupted = interrupted
-        self.finished = RolloutCounter()  # of the last call of generate
+    def __init__(self, should_stop: Callable[[], bool] = never_stop):
+        """`should_stop` returns True if the run has to end; the engine then stops sampling."""
+        self.should_stop = should_stop
+        self.progress = RolloutCounter()  # progress of the newest call of generate
 
     def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, on_rollout: RolloutCallback | None = None
     ) -> list[Rollout]:
-        """n rollouts of each prompt, in the order of the prompts. Each, the same object, is handed to `on_rollout` as
-        soon as it is finished, in any order."""
-        self.finished = finished = RolloutCounter(on_rollout)
-        rollouts = begun(prompts, n)
-        self.sample(Responses(rollouts, sampling, finished.add), sampling)
+        """Sample n rollouts of each prompt and return them in the order of the prompts. Call `on_rollout` with each
+        of these objects as soon as it is finished, in any order."""
+        self.progress = progress = RolloutCounter(on_rollout)
+        rollouts = start_rollouts(prompts, n)
+        self.sample(RolloutQueue(rollouts, sampling, progress.add), sampling)
         return rollouts
 
-    def sample(self, responses: Responses, sampling: Sampling) -> None:
-        """Add a response to each of the rollouts, until no more come; with what is there already a rollout has at most
-        max_new_tokens. One that comes again goes on after what was added to it meanwhile."""
+    def sample(self, queue: RolloutQueue, sampling: SamplingParams) -> None:
+        """Append a response to each rollout from the queue, until the queue is closed and all responses are complete.
+        max_new_tokens includes the response tokens that a rollout already has. A rollout may come back for another
+        turn; its next response continues after the observation added in between."""
         raise NotImplementedError
 
-    def sync(self, weights: Weights) -> dict[str, float]:
-        """Take over the trainer's weights, on all ranks at once; what load_weights says of it."""
-        return self.load_weights(weights(self.complete))
+    def sync(self, weights: GetWeights) -> dict[str, float]:
+        """Load the trainer's weights; collective over all ranks. Return the metrics of load_weights."""
+        return self.load_weights(weights(self.has_all_weights))
 
     def load_weights(self, named_tensors: NamedTensors) -> dict[str, float]:
-        """Take over weights, by Hugging Face names; how many calls and bytes that took."""
+        """Load weights by their Hugging Face names. Return the metrics sync/calls (buckets) and sync/bytes."""
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
-        """What it measured of itself since the last call."""
+        """Return the engine's own measurements since the last call."""
         return {}
 
-    def step_metrics(self, batch: Batch) -> dict[str, float]:
-        """Return metrics of a step that trained on this batch, over all processes."""
+    def step_metrics(self, batch: TrainBatch) -> dict[str, float]:
+        """Return the metrics of a step that trained on `batch`, over all processes."""
         return {}
 
     def wake(self) -> None:
-        """Be ready to sample; generate sees to it itself."""
+        """Prepare the engine for sampling; generate does so by itself."""
 
     def sleep(self) -> None:
-        """Make room for the update. Weights may be lost with it: before the next use comes a sync."""
+        """Free memory for the update. This may drop the weights, so call sync before sampling again."""
 
     def asleep_bytes(self) -> int:
-        """Return the bytes that the sleeping engine has given back, but torch's CUDA allocator still counts."""
+        """Return the bytes that the sleeping engine has freed but that torch's CUDA allocator still counts."""
         return 0
 
 
 class EngineWrapper:
-    """An engine that samples with another one, in its own way. Weights, sleep and metrics are the other's."""
+    """A base class of engines that change how another engine samples. Attributes that a subclass does not define are
+    those of the other engine."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -457,20 +473,20 @@ class EngineWrapper:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A step's prompts, and its groups
+# The prompts and groups of a step
 
 
 @dataclass(eq=False)
 class PromptBatch(Sequence[Prompt]):
-    """This process's part of a batch of prompts. They are made of their examples when they are first read: those of a
-    batch that is sampled ahead in a thread of its own."""
+    """This process's part of a batch of prompts. The first access to `prompts` makes them from the examples; for a
+    batch that is sampled ahead, this happens in a separate thread."""
 
-    position: int  # in the data
-    uids: set[str]  # of all processes
+    position: int  # position of the batch in the data
+    uids: set[str]  # uids of the whole batch, over all processes
     examples: list[Example]
-    sampling: Sampling
+    sampling: SamplingParams
     make: Callable[..., list[Prompt]]
-    context: RewardContext | None  # None until the step that trains on it is known
+    context: RewardContext | None  # None until the step that trains on the batch is known
 
     @cached_property
     def prompts(self) -> list[Prompt]:
@@ -484,83 +500,89 @@ class PromptBatch(Sequence[Prompt]):
 
 
 class Batches:
-    """Batches of prompts by their position in the data. `cfg` is train.Config, `curriculum` a
-    rewards.curriculum.Curriculum."""
+    """The batches of prompts, by their position in the data. `cfg` is a train.Config; `curriculum` is a
+    rewards.order.DataOrder or a rewards.curriculum.Curriculum."""
 
-    def __init__(self, cfg: Any, curriculum: Any, processor: Processor, start_of: StartOf, ctx: Context):
+    def __init__(self, cfg: Any, curriculum: Any, processor: Processor, reset_fn: ResetFn, ctx: DistContext):
         self.cfg = cfg
         self.curriculum = curriculum
-        self.make = partial(make_prompts, processor=processor, start_of=start_of)
+        self.make = partial(make_prompts, processor=processor, reset_fn=reset_fn)
         self.ctx = ctx
-        self.state: Any = None  # train.State of the step that is under way
-        self.drawn: dict[int, PromptBatch] = {}  # by position: this step's, and those for later steps
+        self.state: Any = None  # train.TrainState of the current step
+        self.prepared: dict[int, PromptBatch] = {}  # by position: batches of this step and later ones
 
     def next(self, state: Any, position: int) -> PromptBatch:
-        """Return the batch at a position, for the step of `state`."""
+        """Return the batch at a position in the data, for the step of `state`."""
         self.state = state
-        batch = self.drawn[position] if position in self.drawn else self.draw(state.step, position)
+        batch = self.prepared[position] if position in self.prepared else self.draw(state.step, position)
         batch.context = batch.context or self._context(state.step, position)
         return batch
 
     def draw(self, step: int, position: int, step_known: bool = True) -> PromptBatch:
-        """Choose the examples of a batch. With --async-steps, where batches are drawn before the solve rates of earlier
-        ones are known, a curriculum takes examples that are being sampled last."""
-        first = self.state.position
-        self.drawn = {at: batch for at, batch in self.drawn.items() if at >= first}
-        ahead = set().union(*(batch.uids for batch in self.drawn.values())) if self.cfg.servers.async_steps else None
-        examples = self.curriculum.batch(step, first, position - first, self.state.curriculum, ahead)
-        own, context = examples[self.ctx.rank :: self.ctx.world], self._context(step, position) if step_known else None
-        uids, sampling = {example.uid for example in examples}, self.sampling(position)
-        self.drawn[position] = PromptBatch(position, uids, own, sampling, self.make, context)
-        return self.drawn[position]
+        """Select the examples of the batch at a position in the data, and return the batch. `step_known`: whether it is
+        certain that `step` trains on it.
 
-    def sampling(self, position: int, again: int = 0) -> Sampling:
-        """Return how to sample a batch. The randomness of a sample is a function of (seed, position), its prompt and
-        its place in the group."""
-        seed = derive_seed(self.cfg.run.seed, "sample", position, *([again] if again else []))
-        return Sampling(self.cfg.rollout.max_new_tokens, self.cfg.rollout.temperature, seed=seed)
+        With --async-steps a batch is drawn before the solve rates of earlier batches are known, so a curriculum selects
+        examples that are still being sampled only if no others are left."""
+        first = self.state.position
+        self.prepared = {at: batch for at, batch in self.prepared.items() if at >= first}
+        ahead = set().union(*(batch.uids for batch in self.prepared.values())) if self.cfg.servers.async_steps else None
+        examples = self.curriculum.select_batch(step, first, position - first, self.state.curriculum, ahead)
+        part, context = examples[self.ctx.rank :: self.ctx.world], self._context(step, position) if step_known else None
+        uids, sampling = {example.uid for example in examples}, self.sampling(position)
+        self.prepared[position] = PromptBatch(position, uids, part, sampling, self.make, context)
+        return self.prepared[position]
+
+    def sampling(self, position: int, attempt: int = 0) -> SamplingParams:
+        """Return the sampling parameters for a batch. The random numbers of a sample depend only on --seed, `position`,
+        its prompt, its index in the group, and `attempt`: how often groups of this batch were sampled again."""
+        seed = derive_seed(self.cfg.run.seed, "sample", position, *([attempt] if attempt else []))
+        return SamplingParams(self.cfg.rollout.max_new_tokens, self.cfg.rollout.temperature, seed=seed)
 
     def _context(self, step: int, position: int) -> RewardContext:
-        return RewardContext(position, step, self.curriculum.stage(step))
+        return RewardContext(position, step, self.curriculum.current_stage(step))
 
 
 class GroupPool:
-    """The groups that a step samples, until enough of them have unequal rewards or --sample-rounds batches are used up.
-    A group is known by (batch, place in the batch), the same on all processes, each of which holds its own groups."""
+    """The groups that a step samples. The step samples batches until enough groups have unequal rewards, or until it
+    has used --max-gen-batches batches. The key of a group, (number of its batch in the step, index in the batch), is
+    the same on all processes; each process stores only the groups it sampled."""
 
-    def __init__(self, algo: Algorithm, cfg: RolloutConfig, position: int, ctx: Context):
+    def __init__(self, algo: Algorithm, cfg: RolloutConfig, position: int, ctx: DistContext):
         self.algo = algo
-        self.wanted = cfg.prompts_per_step
+        self.target_groups = cfg.prompts_per_step
         self.max_new_tokens = cfg.max_new_tokens
-        self.position = position  # in the data
+        self.position = position  # position of the next batch in the data
         self.ctx = ctx
-        self.round = 0
+        self.batches_used = 0
         self.groups: dict[tuple[int, int], list[Rollout]] = {}
-        self.has_signal: dict[tuple[int, int], bool] = {}  # of all processes
-        self.solved: dict[str, float] = {}  # uid -> mean accuracy of its group, of all processes
+        self.has_signal: dict[tuple[int, int], bool] = {}  # do its rewards differ? groups of all processes
+        self.mean_accuracy: dict[str, float] = {}  # by uid, of the groups of all processes
 
-    def full(self) -> bool:
-        enough = sum(self.has_signal.values()) >= self.wanted
-        return self.round == self.algo.sample_rounds or (self.round > 0 and enough)
+    def is_full(self) -> bool:
+        enough = sum(self.has_signal.values()) >= self.target_groups
+        return self.batches_used == self.algo.max_gen_batches or (self.batches_used > 0 and enough)
 
     def add(self, rollouts: Sequence[Rollout], rewards: Sequence[Mapping[str, float] | None]) -> None:
-        """Add this process's rollouts of a batch and their rewards, on all processes at once."""
-        give_rewards(rollouts, rewards, self.algo, self.max_new_tokens)
+        """Add this process's rollouts of a batch and their rewards; collective over all processes."""
+        assign_rewards(rollouts, rewards, self.algo, self.max_new_tokens)
         size = self.algo.group_size
-        places = range(self.ctx.rank, self.wanted, self.ctx.world)
-        groups = {(self.round, place): list(rollouts[i * size :][:size]) for i, place in enumerate(places)}
-        # before penalties for length, which tell no right answer from a wrong one: arXiv:2503.14476, section 3.2
+        indices = range(self.ctx.rank, self.target_groups, self.ctx.world)
+        groups = {(self.batches_used, index): list(rollouts[i * size :][:size]) for i, index in enumerate(indices)}
+        # has_signal ignores length penalties, because they do not separate right answers from wrong ones:
+        # arXiv:2503.14476, section 3.2
         graded = {key: [r for r in group if r.rewards] for key, group in groups.items()}
         signals = {key: len({r.task_reward for r in group}) > 1 for key, group in graded.items()}
-        solved = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in graded.values() if group}
-        for their_signals, their_solved in self.ctx.gather((signals, solved)):
-            self.has_signal |= their_signals
-            self.solved |= their_solved
+        accuracies = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in graded.values() if group}
+        for rank_signals, rank_accuracies in self.ctx.gather((signals, accuracies)):
+            self.has_signal |= rank_signals
+            self.mean_accuracy |= rank_accuracies
         self.groups |= groups
-        self.round += 1
+        self.batches_used += 1
         self.position += 1
 
-    def chosen(self) -> list[tuple[int, int]]:
-        """The groups to train on: the first whose rewards are unequal, and where there are too few of them, others."""
+    def select_groups(self) -> list[tuple[int, int]]:
+        """Return the keys of the groups to train on: the first groups with unequal rewards and, if these are too few,
+        groups with equal rewards."""
         best_first = sorted(self.has_signal, key=lambda key: (not self.has_signal[key], key))
-        return sorted(best_first[: self.wanted])
+        return sorted(best_first[: self.target_groups])

@@ -1,15 +1,15 @@
-"""Settings: frozen dataclasses, one a group of flags.
+"""Settings: frozen dataclasses, one per section of flags.
 
 @dataclass(frozen=True)
 class OptimConfig:
-    \"""Optimizer\"""                                     # the group's title in --help
+    \"""Optimizer\"""                                     # the section's title in --help
 
-    lr: float = setting(1e-6, "peak learning rate", above=0)
+    lr: float = flag_field(1e-6, "peak learning rate", above=0)
 
-parser = Parser(__doc__)
-add_settings(parser, OptimConfig)
-given = vars(parser.parse_args(argv))                 # only what the command line says
-config = read_settings(OptimConfig, preset | given)   # what is given wins over a preset, both over the defaults
+parser = FlagParser(__doc__)
+add_flags(parser, OptimConfig)
+args = vars(parser.parse_args(argv))                  # only the flags on the command line
+config = build_config(OptimConfig, preset | args)     # flags override the preset, and both override the defaults
 """
 
 import argparse
@@ -25,11 +25,15 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from errors import UserError, nearest, need, refusing
+from errors import UserError, as_user_error, nearest, need
 
-REQUIRED = MISSING  # as a setting's default: there is none, it has to be given
+REQUIRED = MISSING  # the default of a setting that must be given
 BOUNDS = {"least": ("at least", operator.ge), "above": ("above", operator.gt), "most": ("at most", operator.le)}
 METAVARS = {int: "N", float: "X"}
+RENAMED = {  # former names of settings, and their present names; see CHANGELOG.md
+    "epochs": "update_epochs", "sample_rounds": "max_gen_batches", "tis_mask": "ratio_mask", "track": "report_to",
+    "grad_checkpointing": "gradient_checkpointing", "watch": "plot_runs",
+}  # fmt: skip
 T = TypeVar("T")
 
 
@@ -41,26 +45,23 @@ def never(value: Any) -> bool:
     return False
 
 
+def is_finite_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def plain_pair(pair: Any) -> bool:
-    """Return whether the value of a KEY=VALUE is a number, true or false, and so names no code, file or server."""
+    """Return whether a KEY=VALUE has a number, true or false as its value, so that it names no code, file or server."""
     return bool(re.fullmatch(r"\w+=(true|false|[-+.0-9e]+)", str(pair)))
 
 
-def setting(
-    default: Any,
-    help: str,
-    choices: Sequence[str] = (),
-    metavar: str = "",
-    positional: bool = False,
-    from_run: Callable[[Any], bool] = always,
-    part_of: str = "",
-    key: bool = False,
-    **bounds: float,
-) -> Any:
-    """A dataclass field that is a flag too: an int, float, str or bool, one of these | None, or a tuple[str, ...].
-    `bounds`: least, above, most. `from_run` says whether a value (of a tuple: each item) may be taken from a
-    run's folder, which may be a stranger's; see settings_of_run. `part_of` is the setting without which this one has no
-    effect. A `key` has no flag of its own but is one of --algo-args KEY=VALUE: for what few change."""
+def flag_field(
+    default: Any, help: str, choices: Sequence[str] = (), metavar: str = "", positional: bool = False,
+    from_run: Callable[[Any], bool] = always, part_of: str = "", key: bool = False, **bounds: float,
+) -> Any:  # fmt: skip
+    """Return a dataclass field that is also a flag: an int, float, str or bool, one of these | None, or a tuple[str,
+    ...]. `bounds`: least, above, most. `from_run` returns whether a value (of a tuple: each item) may be read from a
+    run's folder, which may come from a stranger; see load_run_settings. `part_of` is the setting without which this one
+    has no effect. A `key` is set with --algo-args KEY=VALUE and has no separate flag, as few users change it."""
     metadata = {
         "help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds,
         "from_run": from_run, "part_of": part_of, "key": key,
@@ -68,33 +69,35 @@ def setting(
     return field(default=default, kw_only=True, metadata=metadata)
 
 
-def flag_of(name: str) -> str:
+def flag_name(name: str) -> str:
+    """Return the flag of a setting: --max-turns for max_turns."""
     return "--" + name.replace("_", "-")
 
 
-def flag_text(name: str, value: Any) -> str:
-    """Return a setting as it is typed: the flag and its value or values."""
-    return shlex.join([flag_of(name), *map(str, value if isinstance(value, list | tuple) else [value])])
+def format_flag(name: str, value: Any) -> str:
+    """Return a flag with its value or values as it is typed on a command line."""
+    return shlex.join([flag_name(name), *map(str, value if isinstance(value, list | tuple) else [value])])
 
 
 def typed(f: Field, value: Any) -> str:
-    """Return a setting as it is typed: `--lr 1e-6`, or `--algo-args gamma=1` if it is a key."""
-    return f"--algo-args {f.name}={value}" if f.metadata["key"] else flag_text(f.name, value)
+    """Return a setting as it is typed on a command line: `--lr 1e-6`, or `--algo-args gamma=1` if it is a key."""
+    return f"--algo-args {f.name}={value}" if f.metadata["key"] else format_flag(f.name, value)
 
 
 def parse_key(f: Field, hint: Any, text: str) -> Any:
-    """Return the value of a key: "default" takes back what a resumed run has."""
-    kind, _, may_be_none = parts_of(hint)
+    """Return the value of a key: "default" is the default, in place of the value that a resumed run has."""
+    value_type, _, may_be_none = parse_type_hint(hint)
     if text == "default":
         return f.default
     if text == "none" and may_be_none:
         return None
-    with refusing(ValueError, f"{typed(f, text)}: must be of type {kind.__name__}"):
-        return kind(text)
+    with as_user_error(ValueError, f"{typed(f, text)}: must be of type {value_type.__name__}"):
+        return value_type(text)
 
 
 def parse_pairs(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
-    """Return the KEY=VALUE ... of a flag: values as JSON, or text where they are none."""
+    """Return the KEY=VALUE arguments of a flag as a dict. A value is parsed as JSON if it is valid JSON, else kept as
+    text."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -105,166 +108,171 @@ def parse_pairs(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def parts_of(hint: Any) -> tuple[type, bool, bool]:
-    """(int, is it a tuple, may it be None) of `int`, `tuple[int, ...]` and `int | None`."""
+def parse_type_hint(hint: Any) -> tuple[type, bool, bool]:
+    """Return the value's type, whether the hint is a tuple and whether it allows None: (int, False, True) for
+    `int | None`, (int, True, False) for `tuple[int, ...]`."""
     inner = get_args(hint)
     return inner[0] if inner else hint, get_origin(hint) is tuple, NoneType in inner
 
 
-def help_of(f: Field) -> str:
-    """With the default, unless there is none to speak of or the text has it."""
-    text, shown = f.metadata["help"], f.default
-    if shown in (REQUIRED, None, "", ()) or shown is False or "default" in text:
+def help_with_default(f: Field) -> str:
+    """Return the help of a setting with its default, unless the default is empty or off or the text mentions it."""
+    text, default = f.metadata["help"], f.default
+    if default in (REQUIRED, None, "", ()) or default is False or "default" in text:
         return text
-    return f"{text} (default: {'on' if shown is True else shown})"
+    return f"{text} (default: {'on' if default is True else default})"
 
 
-class Parser(argparse.ArgumentParser):
-    """Flags that have to be spelt out. A mistake is one line, and names the nearest flag; also after the name of a
-    command, whose parser is another one of these."""
+class FlagParser(argparse.ArgumentParser):
+    """A parser of flags that cannot be abbreviated. An error is one line and suggests similar flags. Each
+    subcommand has a parser of this class too."""
 
-    def __init__(self, description: str | None = None, **more: Any):
-        raw_text = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, allow_abbrev=False, formatter_class=raw_text, **more)
-        self.keys: dict[str, tuple[Field, Any]] = {}  # of --algo-args: settings and their types
+    def __init__(self, description: str | None = None, **kwargs: Any):
+        super().__init__(description=description, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self.keys: dict[str, tuple] = {}  # of --algo-args: name -> (Field, type)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
-        """Unknown flags come first: what else is wrong may follow from them."""
+        """Report unknown flags first, because they may cause the other errors; then parse --algo-args too."""
         flags = self._option_string_actions
-        for word in sys.argv[1:] if args is None else args:
-            flag = word.split("=")[0]
+        for argument in sys.argv[1:] if args is None else args:
+            flag = argument.split("=")[0]
             unknown = flag.startswith("--") and flag != "--" and " " not in flag and flag not in flags
             if unknown and self._subparsers is None:
                 name = flag.removeprefix("--").replace("-", "_")
-                keyed = f"; use --algo-args {name}=VALUE" if name in self.keys else nearest(flag, flags)
-                self.error(f"unknown flag {flag}{keyed}")
-        parsed, rest = super().parse_known_args(args, namespace)
+                name = RENAMED.get(name, name)
+                remedy = f"; use --algo-args {name}=VALUE" if name in self.keys else nearest(flag, flags)
+                new_flag = flag_name(name)
+                self.error(f"{flag} is now called {new_flag}" if new_flag in flags else f"unknown flag {flag}{remedy}")
+        parsed, unparsed = super().parse_known_args(args, namespace)
         for pair in vars(parsed).pop("algo_args", ()):
             key, equals, text = pair.partition("=")
-            need(key in self.keys,
-                 f"--algo-args {pair}: no such key{nearest(key, self.keys)}; known: {', '.join(self.keys)}")
+            need(key in self.keys, f"--algo-args {pair}: no such key{nearest(RENAMED.get(key, key), self.keys)}; "
+                 f"known: {', '.join(self.keys)}")
             need(equals, f"--algo-args {pair}: give KEY=VALUE")
             setattr(parsed, key, parse_key(*self.keys[key], text))
-        return parsed, rest
+        return parsed, unparsed
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
-def optional(kind: type) -> Callable[[str], Any]:
-    """Of a setting that may be None: "default" takes back what a resumed run has."""
+def optional_type(value_type: type) -> Callable[[str], Any]:
+    """Return argparse's type of a setting that may be None: "default" means None, in place of a resumed run's value."""
 
     def parse(text: str) -> Any:
-        return None if text == "default" else kind(text)
+        return None if text == "default" else value_type(text)
 
-    parse.__name__ = kind.__name__  # what argparse calls it
+    parse.__name__ = value_type.__name__  # argparse prints it in errors
     return parse
 
 
-def add_settings(parser: Parser, cls: type) -> None:
-    """Add a dataclass's settings, and those of each of its bases, as groups of flags. A setting that is not given is
-    absent in what is parsed."""
-    hints = get_type_hints(cls)
-    for part in cls.__mro__[:-1]:
-        group = parser.add_argument_group(part.__doc__.splitlines()[0])
-        own = [f for f in fields(part) if f.name in part.__annotations__]
-        if keys := {f.name: (f, hints[f.name]) for f in own if f.metadata["key"]}:
-            parser.keys, shown = keys, f"{', '.join(keys)}; docs/algorithms.md"
-            options = {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}
-            group.add_argument("--algo-args", help=shown, metavar="KEY=VALUE", **options)
-        for f in own:
-            if f.name in keys:
+def add_flags(parser: FlagParser, cls: type) -> None:
+    """Add the settings of a dataclass, and those of each of its bases, as sections of flags. Classes with the same
+    title share a section. Flags that are not passed are absent from the parsed arguments."""
+    hints, sections = get_type_hints(cls), {}
+    for base in cls.__mro__[:-1]:
+        title = base.__doc__.splitlines()[0]
+        section = sections.setdefault(title, parser.add_argument_group(title))  # --help leaves out an empty one
+        for f in fields(base):
+            if f.name not in base.__annotations__:
                 continue
-            kind, many, may_be_none = parts_of(hints[f.name])
-            choices, positional = f.metadata["choices"], f.metadata["positional"]
-            metavar = f.metadata["metavar"] or METAVARS.get(kind, f.name.rpartition("_")[2].upper())
-            options = {"help": help_of(f).replace("%", "%%"), "default": argparse.SUPPRESS}
-            if kind is bool:
+            choices, positional, help_text = f.metadata["choices"], f.metadata["positional"], help_with_default(f)
+            if f.metadata["key"]:
+                parser.keys[f.name] = f, hints[f.name]
+                line = f"{f.name}={'|'.join(choices) or 'VALUE'}: {help_text}"
+                section.description = f"{section.description or 'Keys of --algo-args:'}\n  {line}"
+                continue
+            value_type, is_tuple, may_be_none = parse_type_hint(hints[f.name])
+            metavar = f.metadata["metavar"] or METAVARS.get(value_type, f.name.rpartition("_")[2].upper())
+            options = {"help": help_text.replace("%", "%%"), "default": argparse.SUPPRESS}
+            if value_type is bool:
                 options["action"] = argparse.BooleanOptionalAction
             else:
-                options["type"] = optional(kind) if may_be_none and not choices else kind
+                options["type"] = optional_type(value_type) if may_be_none and not choices else value_type
                 options |= {"choices": choices} if choices else {"metavar": metavar}
-            if many:  # one that is given twice adds up
+            if is_tuple:  # a repeated flag extends the list
                 options |= {"nargs": "+", "action": "extend"}
-            group.add_argument(f.name if positional else flag_of(f.name), **options)
-            if f.default is REQUIRED:  # argparse's own usage would list every flag
-                shown = metavar if positional else f"{flag_of(f.name)} {metavar}"
-                parser.usage = f"{parser.usage or '%(prog)s [flags]'} {shown}"
+            section.add_argument(f.name if positional else flag_name(f.name), **options)
+            if f.default is REQUIRED:  # only these are in the usage line: argparse's default would list every flag
+                usage = metavar if positional else f"{flag_name(f.name)} {metavar}"
+                parser.usage = f"{parser.usage or '%(prog)s [flags]'} {usage}"
+        if section.description:
+            section.add_argument("--algo-args", help="rarely changed settings, as KEY=VALUE; the keys are listed above",
+                                 nargs="+", action="extend", default=argparse.SUPPRESS, metavar="KEY=VALUE")
 
 
 @dataclass(frozen=True)
 class PixelConfig:
     """Image sizes"""
 
-    min_pixels: int | None = setting(None, "enlarge smaller images to this many pixels (default: the processor's "
-                                     "value)", least=1)
-    max_pixels: int | None = setting(None, "shrink larger images to this many pixels (default: the processor's value)",
-                                     least=1)
+    min_pixels: int | None = flag_field(None, "enlarge smaller images to N pixels (default: the processor's)", least=1)
+    max_pixels: int | None = flag_field(None, "shrink larger images to N pixels (default: the processor's)", least=1)
 
 
 def check_given(values: Mapping[str, object], *classes: type) -> None:
-    """Raise UserError with every required setting of these dataclasses that `values` lacks."""
+    """Raise a UserError that lists every required setting of these dataclasses that `values` lacks."""
     missing = [f for cls in classes for f in fields(cls) if f.default is REQUIRED and f.name not in values]
-    need(not missing, "; ".join(f"{flag_of(f.name)} is missing: {f.metadata['help']}" for f in missing))
+    need(not missing, "; ".join(f"{flag_name(f.name)} is required: {f.metadata['help']}" for f in missing))
 
 
-def read_settings(cls: type[T], values: Mapping[str, object]) -> T:
-    """A dataclass of settings from values by name, checked; those of other groups may be among them. Lists, as argparse
-    and JSON have them, become tuples."""
-    hints, chosen = get_type_hints(cls), {}
+def build_config(cls: type[T], values: Mapping[str, object]) -> T:
+    """Build a dataclass of settings from values by name, and check them. `values` may also have settings of other
+    dataclasses. Lists, which come from argparse and JSON, become tuples."""
+    hints, settings = get_type_hints(cls), {}
     check_given(values, cls)
     for f in fields(cls):
         if f.name in values:
-            value = values[f.name] if values[f.name] != ["default"] else ()  # takes back what a resumed run has
-            chosen[f.name] = tuple(value) if isinstance(value, list) else value
-            check_setting(f, hints[f.name], chosen[f.name])
-    return cls(**chosen)
+            value = values[f.name] if values[f.name] != ["default"] else ()  # in place of a resumed run's value
+            settings[f.name] = tuple(value) if isinstance(value, list) else value
+            check_value(f, hints[f.name], settings[f.name])
+    return cls(**settings)
 
 
-def settings_of_run(
-    known: Iterable[Field], run: Mapping[str, Any], given: Mapping[str, Any], where: object
+def load_run_settings(
+    settings: Iterable[Field], run: Mapping[str, Any], args: Mapping[str, Any], folder: object
 ) -> dict[str, Any]:
-    """Return the `known` settings that a run's run.json has, as defaults of a command that was `given` others. Raise
-    UserError if it has some that must not come from a folder (code, servers, names of secrets) and `given` lacks
-    them."""
-    kept, withheld = {}, []
-    for f in known:
-        if f.name in run and given.get(f.metadata["part_of"], "") is not None:
-            kept[f.name] = value = run[f.name]
+    """Return the values of `settings` in `run`, a run's run.json, as defaults of a command with the arguments `args`.
+    Raise UserError if `run` has some that must not come from a folder (code, servers, names of secrets, missing
+    files; docs/data.md lists them) and `args` lacks them."""
+    values, withheld = {}, []
+    for f in settings:
+        if f.name in run and args.get(f.metadata["part_of"], "") is not None:
+            values[f.name] = value = run[f.name]
             items = value if isinstance(value, list) else [] if value is None else [value]
-            withheld += [] if f.name in given or all(map(f.metadata["from_run"], items)) else [f]
-    told = " ".join(typed(f, run[f.name]) for f in withheld)
-    without = " ".join(f"{flag_of(f.name)} default" for f in withheld if f.default is not REQUIRED)
-    need(not withheld, f"{where} was trained with {told}. Flags that name code, servers, secrets or missing files are "
-         f"not taken from a folder; add {told}" + (f", or to do without it {without}" if without else ""))
-    return kept
+            withheld += [] if f.name in args or all(map(f.metadata["from_run"], items)) else [f]
+    flags = " ".join(typed(f, run[f.name]) for f in withheld)
+    resets = " ".join(f"{flag_name(f.name)} default" for f in withheld if f.default is not REQUIRED)
+    need(not withheld, f"{folder} was trained with {flags}. Flags that name code, servers, secrets or missing files "
+         f"are not taken from a folder; add {flags}" + (f", or {resets} to do without" if resets else ""))
+    return values
 
 
 @contextmanager
 def naming_origins(values: Mapping[str, Any], origin: str) -> Iterator[None]:
-    """Add `origin` to each "--flag value" in the message of a UserError if the flag was not given."""
+    """Add `origin` to each "--flag value" in the message of a UserError if the flag is not on the command line."""
     try:
         yield
     except UserError as error:
-        message, given = str(error), {word.partition("=")[0] for word in sys.argv}
+        message, flags_and_keys = str(error), {argument.partition("=")[0] for argument in sys.argv}
         for name, value in values.items():
-            if flag_of(name) not in given and name not in given:
-                as_typed = rf"({flag_of(name)} |--[\w-]+ {name}=){re.escape(str(value))}(?!\w|\.\d)"
-                message = re.sub(as_typed, rf"\g<0> ({origin})", message, count=1)
+            if flag_name(name) not in flags_and_keys and name not in flags_and_keys:
+                pattern = rf"({flag_name(name)} |--[\w-]+ {name}=){re.escape(str(value))}(?!\w|\.\d)"
+                message = re.sub(pattern, rf"\g<0> ({origin})", message, count=1)
         raise UserError(message) from error
 
 
-def check_setting(f: Field, hint: type, value: object) -> None:
-    """Is a value of the setting's type, one of its choices and within its bounds?"""
-    kind, many, may_be_none = parts_of(hint)
+def check_value(f: Field, hint: type, value: object) -> None:
+    """Raise UserError unless a value is of the setting's type, one of its choices and within its bounds."""
+    expected, is_tuple, may_be_none = parse_type_hint(hint)
     if may_be_none and value is None:
         return
     choices, bounds = f.metadata["choices"], f.metadata["bounds"]
-    need(isinstance(value, tuple) or not many, f"{typed(f, value)}: must be a list")
-    for item in value if many else (value,):
-        told = f"{typed(f, item)}: must be"
-        need(isinstance(item, int | float if kind is float else kind), f"{told} of type {kind.__name__}")
-        need(not choices or item in choices, f"{told} one of {', '.join(choices)}")
-        within = " and ".join(f"{BOUNDS[name][0]} {bound}" for name, bound in bounds.items())
-        need(all(BOUNDS[name][1](item, bound) for name, bound in bounds.items()), f"{told} {within}")
-        need(not isinstance(item, float) or math.isfinite(item), f"{told} finite")
+    need(isinstance(value, tuple) or not is_tuple, f"{typed(f, value)}: must be a list")
+    for item in value if is_tuple else (value,):
+        must = f"{typed(f, item)}: must be"
+        need(isinstance(item, int | float if expected is float else expected), f"{must} of type {expected.__name__}")
+        need(not choices or item in choices, f"{must} one of {', '.join(choices)}")
+        limits = " and ".join(f"{BOUNDS[name][0]} {bound}" for name, bound in bounds.items())
+        need(all(BOUNDS[name][1](item, bound) for name, bound in bounds.items()), f"{must} {limits}")
+        need(not isinstance(item, float) or math.isfinite(item), f"{must} finite")

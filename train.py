@@ -1,18 +1,24 @@
-"""Reinforcement learning of a vision-language model.
+"""Train a vision-language model with reinforcement learning.
 
 1 process:  python train.py --model demo/start --data demo/train.parquet --out out/shapes --steps 60
 8 GPUs:     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet \\
                 --out out/geo3k --steps 60
 
-Each step: rollout, reward, pack, log-probabilities before the update, advantage, update, sync, report. --algo names an
-algorithm: settings that may also be given one by one. How the default differs from the GRPO paper (arXiv:2402.03300):
-(1) every token counts the same in the loss (--loss-agg token), not every response; (2) without --kl-coef there is no KL
-term and so no reference model; (3) with one update per step the old policy is the current one, so no separate pass
-computes its log-probabilities; (4) a group whose rewards are all equal has no gradient and costs no forward; (5) a
-prompt and its images are computed once for all of its responses.
+Each step: rollout, reward, pack, log-probabilities before the update, advantage, update, weight sync, report. --algo
+names a preset of the algorithm's settings, which you can also set one by one.
 
-Axes: P prompts of a step, G samples per prompt; B responses and N trained tokens of a step on this rank; T packed
-tokens and K trained tokens of a micro-batch.
+The default differs from the GRPO paper (arXiv:2402.03300) in two ways:
+1. The loss averages over tokens, not over responses (--loss-agg token).
+2. Without --kl-coef there is no KL term, so no reference model is loaded.
+
+Three savings leave the gradient unchanged:
+1. With one optimizer step per training step, the old policy is the current one, so its log-probabilities need no
+   separate forward pass.
+2. Groups whose rewards are all equal have no gradient, so they are not packed.
+3. Each prompt and its images are computed once for all responses of the group.
+
+Axes: P prompts per step (in a rank's tensors, its share of them); G samples per prompt; B responses and N tokens that
+the policy sampled, in a step on this rank; T packed tokens in a micro-batch; K sampled tokens that it predicts.
 """
 
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -21,46 +27,46 @@ from itertools import chain
 import torch
 
 import grpo
-from engines.launch import ServerConfig, check_engine, resolve_engine, start_sampling
+from engines.launch import RolloutServerConfig, check_engine, resolve_engine, start_sampling
 from eval import Evaluation
 from kernels import TangentLoss, loss_and_gradients
 from model import ModelConfig, Processor, load_config
-from packing import Batch, Packer, TokenBatch, balance_over_ranks, flop_rates, token_batch
-from parallel import nodes, resume, sharding, watch
+from packing import Packer, TokenBatch, TrainBatch, balance_across_ranks, flop_costs, make_token_batch
+from parallel import node_checks, resume, sharding, watchdog
 from parallel.checkpoint import load_checkpoint
-from parallel.models import Models, OptimConfig, build_models, peak_memory, probe_memory, saved_parts
+from parallel.models import Models, OptimConfig, build_models, checkpoint_parts, peak_memory, probe_memory
 from prepare_data import DataConfig
 from report import metrics, progress
-from report.files import lock_folder
-from report.log import RunLog, Skipped
+from report.log import RunLog, SkippedUpdates
+from report.run_files import lock_folder
 from reward import RewardConfig
 from rewards.grade import Grader
-from rewards.order import DataOrder, Memory, last_stage, make_order
+from rewards.order import CurriculumState, DataOrder, load_last_stage, make_order
 from rollout import (
     Batches,
     Engine,
     EnvConfig,
-    Examples,
+    ExampleList,
     GroupPool,
     RolloutConfig,
-    Sampling,
-    as_given,
-    load_environments,
+    SamplingParams,
+    identity,
     load_examples,
+    make_env_factory,
 )
-from settings import Parser, add_settings, check_given, naming_origins, read_settings
-from utils import Context, Meter, Stages, run_script
+from settings import FlagParser, add_flags, build_config, check_given, naming_origins
+from utils import DistContext, Meter, StepTimer, run_script
 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run, a group for each part of a step that owns them."""
+    """The settings of a run: one field per section of flags."""
 
     run: resume.RunConfig
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
-    servers: ServerConfig
+    servers: RolloutServerConfig
     env: EnvConfig
     reward: RewardConfig
     algo: grpo.Algorithm
@@ -68,42 +74,44 @@ class Config:
     parallel: sharding.ParallelConfig
 
     @classmethod
-    def of(cls, settings: dict) -> "Config":
-        """Read the settings of all groups from values by the names of their flags."""
-        check_given(settings, *(group.type for group in fields(cls)))
-        return cls(**{group.name: read_settings(group.type, settings) for group in fields(cls)})
+    def from_flags(cls, settings: dict) -> "Config":
+        """Build the settings from values keyed by flag name. Raise UserError if a required one is missing."""
+        check_given(settings, *(section.type for section in fields(cls)))
+        return cls(**{section.name: build_config(section.type, settings) for section in fields(cls)})
 
-    def flat(self) -> dict:
-        """As run.json has them."""
-        return dict(chain.from_iterable(group.items() for group in asdict(self).values()))
+    def to_flags(self) -> dict:
+        """Return the values keyed by flag name, as run.json stores them."""
+        return dict(chain.from_iterable(section.items() for section in asdict(self).values()))
 
 
 @dataclass(frozen=True)
-class State:
-    """Where a run stands, besides its weights."""
+class TrainState:
+    """The state of a run besides its weights. Checkpoints save it."""
 
-    step: int = 0  # steps done
-    position: int = 0  # batches of prompts drawn
-    kl_coef: float = 0.0  # adaptive with kl_target
-    eval_due: int = 0  # the step of an evaluation that is still to be made: the first, or one that was cut short
-    curriculum: Memory = field(default_factory=dict)  # what it carries from step to step
+    step: int = 0  # number of finished steps
+    position: int = 0  # number of prompt batches that steps have used; batches drawn ahead do not count
+    kl_coef: float = 0.0  # current KL coefficient; adaptive if kl_target is set
+    # the step after which an evaluation is missing: 0 for the one before training, N if the one after step N was
+    # interrupted. It runs at start-up if this equals `step`; from step 1 on, 0 means that none is missing
+    eval_due: int = 0
+    curriculum: CurriculumState = field(default_factory=dict)  # state that the curriculum carries from step to step
 
     @classmethod
-    def of(cls, saved: dict, algo: grpo.Algorithm) -> "State":
-        """Return where a run stands by its checkpoint, or if that has nothing at its start."""
+    def from_checkpoint(cls, saved: dict, algo: grpo.Algorithm) -> "TrainState":
+        """Return the state that a checkpoint saved; fields that it lacks get the values of a new run."""
         state = cls(**{"kl_coef": algo.kl_coef} | {f.name: saved[f.name] for f in fields(cls) if f.name in saved})
         return state if algo.kl_target is not None else replace(state, kl_coef=algo.kl_coef)
 
 
 @dataclass
 class Run:
-    """What set_up made for the loop."""
+    """The objects that `set_up` creates for the training loop."""
 
     cfg: Config
-    ctx: Context
-    timer: Stages
-    interrupt: watch.Interrupt
-    state: State
+    ctx: DistContext
+    timer: StepTimer
+    interrupt: watchdog.SignalHandler
+    state: TrainState
     models: Models
     packer: Packer
     batches: Batches
@@ -111,28 +119,28 @@ class Run:
     grader: Grader
     evaluation: Evaluation
     log: RunLog
-    saver: resume.Saver
-    skipped: Skipped
+    saver: resume.CheckpointSaver
+    skipped: SkippedUpdates
     steps_per_epoch: int
-    lock: object  # on --out, held until the process ends
+    lock: object  # lock on --out, held until the process exits
 
 
 def parse_args(argv: list[str] | None = None) -> Config:
-    parser = Parser(__doc__)
+    parser = FlagParser(__doc__)
     for f in fields(Config):
-        add_settings(parser, f.type)
-    given = vars(parser.parse_args(argv))
-    known = chain.from_iterable(fields(f.type) for f in fields(Config))
-    before = resume.resumed_settings(known, given)  # of the run that --resume continues
-    if given.get("algo", before.get("algo")) != before.get("algo"):  # a new --algo drops what the old one had set
-        for name in grpo.PRESETS.get(before.get("algo"), {}):
-            before.pop(name, None)
-        before |= grpo.PRESETS[given["algo"]]
-    return Config.of(before | given)
+        add_flags(parser, f.type)
+    args = vars(parser.parse_args(argv))
+    all_settings = chain.from_iterable(fields(f.type) for f in fields(Config))
+    resumed = resume.load_resumed_settings(all_settings, args)  # empty unless --resume continues a run
+    if args.get("algo", resumed.get("algo")) != resumed.get("algo"):  # a new --algo replaces the old preset's settings
+        for name in grpo.PRESETS.get(resumed.get("algo"), {}):
+            resumed.pop(name, None)
+        resumed |= grpo.PRESETS[args["algo"]]
+    return Config.from_flags(resumed | args)
 
 
-def check(cfg: Config, world: int) -> None:
-    """Everything that can be wrong about the settings, before anything is read."""
+def check_config(cfg: Config, world: int) -> None:
+    """Raise UserError if any setting is invalid or contradicts another, before data or weights are read."""
     cfg.algo.check()
     cfg.model.check(cfg.algo.ref_every)
     cfg.rollout.check(world, cfg.algo.minibatches)
@@ -142,9 +150,10 @@ def check(cfg: Config, world: int) -> None:
     cfg.parallel.check(world, load_config(cfg.model.model, cfg.model.family_paths))
 
 
-def resolve(cfg: Config, device: torch.device) -> Config:
-    """Return the settings with what "auto" means here, and with absolute paths."""
-    cfg = Config.of(cfg.flat() | resume.absolute_paths(cfg.flat()))
+def resolve_auto_settings(cfg: Config, device: torch.device) -> Config:
+    """Resolve `auto` to its value on this machine, and make paths absolute so that the run can be resumed from any
+    working directory."""
+    cfg = Config.from_flags(cfg.to_flags() | resume.absolute_paths(cfg.to_flags()))
     rollout = replace(cfg.rollout, rollout=resolve_engine(cfg.rollout.rollout, device))
     return replace(cfg, model=cfg.model.resolve(device), rollout=rollout)
 
@@ -153,39 +162,40 @@ def resolve(cfg: Config, device: torch.device) -> Config:
 # The phases of a step
 
 
-def make_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: Context, meter: Meter) -> Batch:
-    """3. Whole groups, evened in FLOPs over ranks, and packed. What cannot have a gradient costs no forward."""
+def pack_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: DistContext, meter: Meter) -> TrainBatch:
+    """Phase 3: balance whole groups across ranks by FLOPs and pack them. Responses without a gradient are left out."""
     algo = cfg.algo
-    groups, chosen = pool.groups, pool.chosen()
-    by_minibatch = balance_over_ranks(groups, chosen, algo.minibatches, packer.rates, ctx, meter)
+    groups, chosen = pool.groups, pool.select_groups()
+    by_minibatch = balance_across_ranks(groups, chosen, algo.minibatches, packer.flop_costs, ctx, meter)
     rollouts = list(chain.from_iterable(by_minibatch))
-    rewards_PG = per_group([r.reward for r in rollouts], algo)
-    live = grpo.may_train(rewards_PG, [r.finish_reason for r in rollouts], algo)
+    rewards_PG = reshape_to_groups([r.reward for r in rollouts], algo)
+    has_gradient = grpo.has_gradient(rewards_PG, [r.finish_reason for r in rollouts], algo)
     weights, minibatches = [], []
-    for part in by_minibatch:
-        members = range(len(weights), len(weights) + len(part))
-        n_tokens = [sum(r.response_mask) for r in part]
-        counted = [algo.counts(r.finish_reason) for r in part]
+    for minibatch in by_minibatch:
+        members = range(len(weights), len(weights) + len(minibatch))
+        n_tokens = [sum(r.response_mask) for r in minibatch]
+        counted = [algo.counts_in_loss(r.finish_reason) for r in minibatch]
         weights += grpo.token_weights(n_tokens, counted, algo.loss_agg, cfg.rollout.max_new_tokens, ctx.sum)
-        minibatches.append(packer.pack(rollouts, [i for i in members if live[i]], ctx.max))
-    trained = [r for r, alive in zip(rollouts, live, strict=True) if alive]
-    flops = metrics.update_flops(trained, packer.rates, frozen=cfg.model.lora_rank > 0)
-    meter.sum("update/flops", algo.epochs * flops)
-    return Batch(rollouts, token_batch(rollouts, weights), minibatches)
+        minibatches.append(packer.pack(rollouts, [i for i in members if has_gradient[i]], ctx.max))
+    trained = [r for r, is_trained in zip(rollouts, has_gradient, strict=True) if is_trained]
+    flops = metrics.update_flops(trained, packer.flop_costs, frozen=cfg.model.lora_rank > 0)
+    meter.sum("update/flops", algo.update_epochs * flops)
+    return TrainBatch(rollouts, make_token_batch(rollouts, weights), minibatches)
 
 
-def per_group(rewards_B: list[float], algo: grpo.Algorithm) -> torch.Tensor:
+def reshape_to_groups(rewards_B: list[float], algo: grpo.Algorithm) -> torch.Tensor:
     return torch.tensor(rewards_B, dtype=torch.float64).view(-1, algo.group_size)
 
 
 @torch.no_grad()
-def compute_before_update(batch: Batch, models: Models, cfg: Config) -> None:
-    """4. What the algorithm compares with, under the weights before the update: old_logps, ref_logps and values."""
+def compute_logprobs_and_values(batch: TrainBatch, models: Models, cfg: Config) -> None:
+    """Phase 4: compute old_logps, ref_logps and values with the weights before the update, as far as the algorithm
+    needs them."""
     algo, temperature, tokens = cfg.algo, cfg.rollout.temperature, batch.tokens
-    by_policy = algo.needs_old_logps or (algo.needs_values and models.critic is None)
+    needs_policy = algo.needs_old_logps or (algo.needs_values and models.critic is None)
     for micro in chain.from_iterable(batch.minibatches):
         rows = micro.token_index_K
-        if by_policy:
+        if needs_policy:
             out = models.policy(micro, temperature)
             tokens.fill(rows, old_logps=out.logp_K, values=out.value_K)
         if models.critic:
@@ -197,37 +207,37 @@ def compute_before_update(batch: Batch, models: Models, cfg: Config) -> None:
     models.reshard()
 
 
-def set_advantages(batch: Batch, algo: grpo.Algorithm, kl_coef: float, ctx: Context, meter: Meter) -> None:
-    """5. One function of the rewards and of what was computed before the update."""
+def set_advantages(batch: TrainBatch, algo: grpo.Algorithm, kl_coef: float, ctx: DistContext, meter: Meter) -> None:
+    """Phase 5: compute advantages and returns from the rewards and the results of phase 4."""
     tokens = batch.tokens
-    task_rewards_PG = per_group([r.task_reward for r in batch.rollouts], algo)
-    counted_B = torch.tensor([algo.counts(r.finish_reason) for r in batch.rollouts], dtype=torch.bool)
-    rewards_PG = per_group([r.reward for r in batch.rollouts], algo)
-    advantages_N, returns_N = grpo.advantages(
-        rewards_PG, task_rewards_PG, tokens, counted_B, algo, kl_coef, ctx.moments)
+    task_rewards_PG = reshape_to_groups([r.task_reward for r in batch.rollouts], algo)
+    counted_B = torch.tensor([algo.counts_in_loss(r.finish_reason) for r in batch.rollouts], dtype=torch.bool)
+    rewards_PG = reshape_to_groups([r.reward for r in batch.rollouts], algo)
+    advantages_N, returns_N = grpo.compute_advantages(
+        rewards_PG, task_rewards_PG, tokens, counted_B, algo, kl_coef, ctx.mean_and_std)
     tokens.advantages = advantages_N.float()
     tokens.returns = None if returns_N is None else returns_N.float()
     if algo.needs_values:
-        metrics.measure_values(tokens[counted_B[tokens.rollout]], ctx, meter)
+        metrics.add_value_metrics(tokens[counted_B[tokens.rollout]], ctx, meter)
 
 
-def update_policy(
-    models: Models, batch: Batch, cfg: Config, state: State, ctx: Context, meter: Meter, skipped: Skipped
-) -> None:
-    """6. The optimizer steps of one rollout step, of the policy and of its critic: a head on the policy, or a model of
-    its own. During the critic's warm-up only values are learnt."""
+def update_policy(models: Models, batch: TrainBatch, cfg: Config, state: TrainState, ctx: DistContext, meter: Meter,
+                  skipped: SkippedUpdates) -> None:
+    """Phase 6: take --update-epochs x --minibatches optimizer steps of the policy, and as many of a separate critic if
+    there is one; a value head is part of the policy. During the first critic_warmup_steps training steps only the
+    values are trained."""
     algo = cfg.algo
     loss = grpo.PolicyLoss(algo, state.kl_coef if models.reference else 0.0)
     if models.reference:
-        meter.set("kl/coef", state.kl_coef)
-    for update in range(algo.epochs * algo.minibatches):
-        epoch, number = divmod(update, algo.minibatches)
+        meter.set_replicated("kl/coef", state.kl_coef)
+    for i in range(algo.update_epochs * algo.minibatches):
+        epoch, number = divmod(i, algo.minibatches)
         micros = batch.minibatches[number]
         models.zero_grad()
         policy_total = value_total = 0.0
-        results: list[torch.Tensor] = []  # read only after all micro-batches: reading makes the host wait
+        results: list[torch.Tensor] = []  # read only after all micro-batches, because reading them waits for the GPU
         head_loss = loss
-        if not loss.per_token and ctx.max(batch.splits_rollouts(number)):  # collectives must match
+        if not loss.per_token and ctx.max(batch.splits_rollouts(number)):  # all ranks must run the same collectives
             head_loss = TangentLoss()
             compute_tangents(models, batch, number, loss, cfg)
         for micro in micros:
@@ -248,140 +258,148 @@ def update_policy(
             rows = torch.cat([micro.token_index_K for micro in micros])
             logps, entropies = torch.cat(results, dim=1).cpu()
             batch.tokens.fill(rows, logps=logps, entropies=entropies)
-            # log-probabilities of weights that no update has changed yet: known for all, or those of the first update
-            before = epoch == 0 and (algo.needs_old_logps or number == 0)
-            metrics.measure_tokens(batch.tokens[batch.rows(number)], loss, meter, first_pass=before)
+            # mismatch metrics compare the engine's log-probabilities with the trainer's before the update: old_logps if
+            # computed, else the logps of the first optimizer step
+            first_pass = epoch == 0 and (algo.needs_old_logps or number == 0)
+            metrics.add_token_metrics(batch.tokens[batch.rows(number)], loss, meter, first_pass=first_pass)
         if state.step < algo.critic_warmup_steps:
             models.policy.hf.zero_grad()
-        norm, stepped = clipped_step(models.policy, models.optimizer, cfg.optim.max_grad_norm)
-        # A norm of 0: nothing had a gradient, so there is no loss either. A mean over updates, of sums over ranks
-        meter.add("loss/policy", policy_total, (norm != 0) / ctx.data_world)
-        meter.add("policy/grad_norm", norm, norm != 0)
+        norm, stepped = clip_and_step(models.policy, models.optimizer, cfg.optim.max_grad_norm)
+        # log the loss, summed over ranks and averaged over optimizer steps; steps without any gradient (norm 0) do not
+        # count
+        meter.add_mean("loss/policy", policy_total, (norm != 0) / ctx.data_world)
+        meter.add_mean("policy/grad_norm", norm, norm != 0)
         skipped.after_update(norm, stepped, policy_total, batch.uids(number), meter)
         if models.critic:
-            norm, _ = clipped_step(models.critic, models.critic_optimizer, cfg.optim.max_grad_norm)
-            meter.add("value/grad_norm", norm, norm != 0)
+            norm, _ = clip_and_step(models.critic, models.critic_optimizer, cfg.optim.max_grad_norm)
+            meter.add_mean("value/grad_norm", norm, norm != 0)
             skipped.after_critic_update(norm, value_total, batch.uids(number), meter)
         if algo.needs_values:
-            meter.add("loss/value", value_total, (norm != 0) / ctx.data_world)
+            meter.add_mean("loss/value", value_total, (norm != 0) / ctx.data_world)
 
 
 @torch.no_grad()
-def compute_tangents(models: Models, batch: Batch, minibatch: int, loss: grpo.PolicyLoss, cfg: Config) -> None:
-    """Set what kernels.TangentLoss reads. If micro-batches hold parts of rollouts, a loss that couples the tokens of a
-    rollout needs a forward over all micro-batches before the first backward."""
+def compute_tangents(models: Models, batch: TrainBatch, minibatch: int, loss: grpo.PolicyLoss, cfg: Config) -> None:
+    """Set `batch.tokens.tangents`: the loss linearised at the current log-probabilities and entropies, as a constant
+    and two slopes per token. It has the same value and gradient but does not couple tokens, so a rollout may be split
+    over several micro-batches (kernels.TangentLoss). This takes a forward pass over all micro-batches."""
     tokens = batch.tokens
     for micro in batch.minibatches[minibatch]:
         out = models.policy(micro, cfg.rollout.temperature)
         tokens.fill(micro.token_index_K, logps=out.logp_K, entropies=out.entropy_K)
     models.reshard()
     rows = batch.rows(minibatch)
-    whole, tokens.tangents = tokens[rows], torch.zeros(len(tokens), 3)
-    total, logp_slope_N, entropy_slope_N = loss_and_gradients(loss, whole.logps, whole.entropies, whole)
-    constant_N = total / len(rows) - logp_slope_N * whole.logps - entropy_slope_N * whole.entropies
+    selected, tokens.tangents = tokens[rows], torch.zeros(len(tokens), 3)
+    total, logp_slope_N, entropy_slope_N = loss_and_gradients(loss, selected.logps, selected.entropies, selected)
+    constant_N = total / len(rows) - logp_slope_N * selected.logps - entropy_slope_N * selected.entropies
     tokens.tangents[rows] = torch.stack([constant_N, logp_slope_N, entropy_slope_N], dim=1)
 
 
-def weighted_value_loss(
-    value_K: torch.Tensor | None, tokens: TokenBatch, algo: grpo.Algorithm, meter: Meter
-) -> torch.Tensor:
-    """Return the value loss of a micro-batch, before its coefficient; 0 without values."""
+def weighted_value_loss(value_K: torch.Tensor | None, tokens: TokenBatch, algo: grpo.Algorithm,
+                        meter: Meter) -> torch.Tensor:
+    """Return the value loss of a micro-batch without its coefficient, or 0 if the algorithm has no values."""
     if value_K is None:
         return tokens.weights.new_zeros(())
     loss_K, clipped_K = grpo.value_loss(value_K, tokens.values, tokens.returns, algo.value_clip)
-    real = tokens.weights > 0
-    meter.add("value/clipped", clipped_K[real].sum(), real.sum())
+    in_loss_K = tokens.weights > 0
+    meter.add_mean("value/clip_frac", clipped_K[in_loss_K].sum(), in_loss_K.sum())
     return (tokens.weights * loss_K).sum()
 
 
-def clipped_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[float, bool]:
-    """The global gradient norm before clipping, and whether there was a step. A norm of 0 means that nothing had a
-    gradient; stepping would move the weights by momentum and decay alone. All ranks see the same norm."""
+def clip_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[float, bool]:
+    """Clip the gradients and step the optimizer. Return the global norm before clipping, the same on all ranks, and
+    whether the optimizer stepped. It does not step if the norm is not finite or 0. If the norm is 0, no weight has a
+    gradient, and a step would apply only momentum and weight decay."""
     norm = sharding.clip_gradients(model, max_norm)
-    good = 0 < norm < float("inf")
-    if good:
+    can_step = 0 < norm < float("inf")
+    if can_step:
         optimizer.step()
-    return norm, good
+    return norm, can_step
 
 
-def next_state(state: State, pool: GroupPool, curriculum: DataOrder, row: dict[str, float], cfg: Config) -> State:
-    """Return the state after a step with these metrics. A KL coefficient that adapts does so if the policy moved."""
+def next_state(state: TrainState, pool: GroupPool, curriculum: DataOrder, row: dict[str, float],
+               cfg: Config) -> TrainState:
+    """Return the run's state after a step. `row` holds the step's metrics. With kl_target the KL coefficient adapts,
+    but only if the policy was updated."""
     algo, kl_coef, infinite = cfg.algo, state.kl_coef, float("inf")
-    moved = row.get("update/steps", 0) > 0 and state.step >= algo.critic_warmup_steps
-    if algo.kl_target is not None and moved and abs(row.get("policy/kl_ref", infinite)) < infinite:
+    updated = row.get("update/steps", 0) > 0 and state.step >= algo.critic_warmup_steps
+    if algo.kl_target is not None and updated and abs(row.get("policy/kl_ref", infinite)) < infinite:
         samples = cfg.rollout.prompts_per_step * algo.group_size
-        kl_coef = grpo.adapt_kl(kl_coef, row["policy/kl_ref"], algo.kl_target, samples, algo.kl_horizon)
-    memory = curriculum.after_step(state.curriculum, state.step, pool.position, pool.solved)
-    return State(state.step + 1, pool.position, kl_coef, curriculum=memory)
+        kl_coef = grpo.adapt_kl_coef(kl_coef, row["policy/kl_ref"], algo.kl_target, samples, algo.kl_horizon)
+    curriculum_state = curriculum.after_step(state.curriculum, state.step, pool.position, pool.mean_accuracy)
+    return TrainState(state.step + 1, pool.position, kl_coef, curriculum=curriculum_state)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Set-up and the training loop
 
 
 def set_up(cfg: Config) -> Run:
-    """First everything that can be wrong, then everything that takes long."""
-    # 1. processes: the other ranks, signals, ranks that stop answering
-    ctx, interrupt, timer = watch.start_processes(cfg.run, cfg.parallel.tp)
+    """Create everything that the training loop uses. All checks come first, so that errors appear before slow work."""
+    # 1. processes: join the process group, handle signals, watch for ranks that hang
+    ctx, interrupt, timer = watchdog.start_processes(cfg.run, cfg.parallel.tp)
 
-    # 2. settings
-    cfg = resolve(cfg, ctx.device)
-    nodes.check_settings(cfg.flat(), ctx)
-    check(cfg, ctx.world)
+    # 2. settings: resolve `auto`, compare across nodes, check
+    cfg = resolve_auto_settings(cfg, ctx.device)
+    node_checks.check_same_settings(cfg.to_flags(), ctx)
+    check_config(cfg, ctx.world)
 
     # 3. processor, environment and rewards
     processor = Processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
-    env = load_environments(cfg.env)
-    start_of = env.start_of if env else as_given
-    grader = Grader(cfg.reward, cfg.run.folder, ctx.rank, ctx.world, played=env is not None)
+    env = make_env_factory(cfg.env)
+    reset_fn = env.reset_example if env else identity
+    grader = Grader(cfg.reward, cfg.run.folder, ctx.rank, ctx.world, has_environment=env is not None)
 
     # 4. data
-    train_set = load_examples(cfg.data.data, cfg.data, [processor], grader, start_of)
-    asked = cfg.data.eval_data
-    eval_set = load_examples(asked, cfg.data, [processor], grader, start_of) if asked else Examples()
+    train_set = load_examples(cfg.data.data, cfg.data, [processor], grader, reset_fn)
+    eval_data = cfg.data.eval_data
+    eval_set = load_examples(eval_data, cfg.data, [processor], grader, reset_fn) if eval_data else ExampleList()
     cfg.rollout.check_data(train_set, cfg.data.data, cfg.optim.micro_tokens)
 
-    # 5. curriculum, and a trial of the rewards in each of its stages
+    # 5. curriculum, and a dry run of the rewards in each of its stages
     curriculum = make_order(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
-    _, last = last_stage(cfg.reward.curriculum, eval_set)  # by the data it is for, as eval.py has it
-    batches = Batches(cfg, curriculum, processor, start_of, ctx)
-    grader.try_out(ctx.main, curriculum.stages())
+    # evaluations use the last stage: of --curriculum, or of the curriculum of the evaluation data's task (see eval.py)
+    _, eval_stage = load_last_stage(cfg.reward.curriculum, eval_set)
+    batches = Batches(cfg, curriculum, processor, reset_fn, ctx)
+    grader.dry_run(ctx.is_main, curriculum.stages())
 
-    # 6. run directory, and the checkpoint to continue from
-    lock = lock_folder(cfg.run.folder) if ctx.main else None
-    nodes.check_shared(cfg.run.folder, {"--data": train_set, "--eval-data": eval_set}, ctx)
-    start = resume.find_start(cfg.run.folder, cfg.run.resume, cfg.flat(), saved_parts(cfg.model, cfg.algo))
+    # 6. run directory, and the checkpoint to resume from
+    lock = lock_folder(cfg.run.folder) if ctx.is_main else None
+    node_checks.check_shared_storage(cfg.run.folder, {"--data": train_set, "--eval-data": eval_set}, ctx)
+    parts = checkpoint_parts(cfg.model, cfg.algo)
+    start = resume.find_resume_checkpoint(cfg.run.folder, cfg.run.resume, cfg.to_flags(), parts)
 
-    # 7. models and where the run stands
+    # 7. models, and the state of the run
     models = build_models(cfg, processor, ctx)
-    state = State.of(load_checkpoint(start, models.saved) if start else {}, cfg.algo)
-    rates = flop_rates(models.policy.hf.config, models.vision_share)
-    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
+    state = TrainState.from_checkpoint(load_checkpoint(start, models.checkpointed) if start else {}, cfg.algo)
+    costs = flop_costs(models.policy.hf.config, models.vision_flop_factor)
+    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, costs, share=cfg.model.attn != "flash")
     if ctx.device.type == "cuda":
-        probe_memory(models.policy, train_set, packer, processor, cfg, start_of)
+        probe_memory(models.policy, train_set, packer, processor, cfg, reset_fn)
 
     # 8. engine
     engine = start_sampling(cfg, models, processor, packer, [train_set, eval_set], env, batches, interrupt, ctx)
 
     # 9. checkpoints and logs
-    saver = resume.Saver(cfg.run, models, start, state)
-    changed = resume.changed_settings(cfg.run.folder, cfg.flat()) if start else []
+    saver = resume.CheckpointSaver(cfg.run, models, start, state)
+    changed = resume.format_setting_changes(cfg.run.folder, cfg.to_flags()) if start else []
     log = RunLog(cfg, ctx, start, state.step)
-    log.introduce(models, len(train_set), changed)
-    interrupt.arm(saver.save_and_tell, log.end)
+    log.log_header(models, len(train_set), changed)
+    interrupt.enable_saving(saver.save_and_describe, log.finish)
 
     # 10. evaluation
-    greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
+    greedy = SamplingParams(cfg.rollout.max_new_tokens, temperature=0.0)
     evaluation = Evaluation(
-        engine, eval_set, processor, grader, ctx, greedy, stage=last, step=cfg.run.steps, stop=interrupt.agreed,
-        start_of=start_of)  # fmt: skip
-    if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
-        log.evaluation(state.step, evaluation.run(log, timer, state.step) | timer.pop())
+        engine, eval_set, processor, grader, ctx, greedy, stage=eval_stage, step=cfg.run.steps,
+        should_stop=interrupt.reduce_signal, reset_fn=reset_fn)  # fmt: skip
+    # an evaluation is due: the one before the first step, or one that a signal interrupted
+    if eval_set and state.eval_due == state.step:
+        row = evaluation.run_during_training(log, timer, state.step)
+        log.log_extra_evaluation(state.step, row | timer.pop_metrics())
 
-    skipped, steps_per_epoch = Skipped(cfg.run.folder, ctx), len(train_set) // cfg.rollout.prompts_per_step
-    return Run(
-        cfg, ctx, timer, interrupt, state, models, packer, batches, engine, grader, evaluation, log, saver, skipped,
-        steps_per_epoch, lock,
-    )  # fmt: skip
+    skipped, steps_per_epoch = SkippedUpdates(cfg.run.folder, ctx), len(train_set) // cfg.rollout.prompts_per_step
+    return Run(cfg, ctx, timer, interrupt, state, models, packer, batches, engine, grader, evaluation, log, saver,
+               skipped, steps_per_epoch, lock)  # fmt: skip
 
 
 def main(cfg: Config) -> None:
@@ -393,60 +411,64 @@ def main(cfg: Config) -> None:
         meter = Meter()
         pool = GroupPool(algo, cfg.rollout, state.position, ctx)
 
-        # 1. rollout and 2. reward: one batch, or (dynamic sampling) batches until enough groups have unequal rewards
-        while not pool.full():
+        # 1. rollout and 2. reward, for one batch. Dynamic sampling repeats both until enough groups have unequal
+        # rewards, or until --max-gen-batches batches have been drawn
+        while not pool.is_full():
             prompts = batches.next(state, pool.position)
-            with timer("rollout"), progress.sampling(lambda: engine.finished, len(prompts) * algo.group_size):
+            with timer("rollout"), progress.sampling(lambda: engine.progress, len(prompts) * algo.group_size):
                 rollouts = engine.generate(prompts, algo.group_size, prompts.sampling, on_rollout=grader.submit)
             with timer("reward"):
                 rewards = grader.collect(rollouts)
-            pool.add(rollouts, rewards)  # waits for the other ranks: not timed, so that the watch names one that hangs
+            # `pool.add` is a collective. It is not timed, so ranks that wait in it are in no phase; if another rank
+            # hangs, it alone is still in one, and the watchdog can name it
+            pool.add(rollouts, rewards)
             grader.check_worked(rollouts, ctx.gather)
-        engine.sleep()  # the update needs its memory
+        engine.sleep()  # free its memory for the update
 
-        # 3. pack: whole groups, evened in FLOPs over ranks; a prompt and its images once for all of its responses
+        # 3. pack: balance whole groups across ranks by FLOPs; the responses of a group share its prompt and images
         with timer("pack"):
-            batch = make_batch(pool, cfg, run.packer, ctx, meter)
+            batch = pack_batch(pool, cfg, run.packer, ctx, meter)
 
-        # 4. log-probabilities and values under the weights before the update, where the algorithm compares with them
-        with timer("logprobs", timed=algo.needs_forward), progress.comparing(batch):
-            compute_before_update(batch, models, cfg)
+        # 4. log-probabilities before the update (old policy, reference) and values, if the algorithm uses them
+        with timer("logprobs", timed=algo.needs_forward), progress.logprob_progress(batch):
+            compute_logprobs_and_values(batch, models, cfg)
 
-        # 5. advantage: one function of the rewards and of what was just computed
+        # 5. advantage: a function of the rewards and of the results of phase 4
         set_advantages(batch, algo, state.kl_coef, ctx, meter)
 
-        # 6. update
-        with timer("update"), progress.training(batch, algo.epochs, meter), peak_memory(meter, engine.asleep_bytes):
+        # 6. update: --update-epochs x --minibatches optimizer steps
+        with (timer("update"), progress.update_progress(batch, algo.update_epochs, meter),
+              peak_memory(meter, engine.asleep_bytes)):
             lr = models.set_learning_rates(cfg.optim, step, cfg.run.steps)
             update_policy(models, batch, cfg, state, ctx, meter, run.skipped)
-            models.zero_grad()  # the engine needs the gradients' memory when it wakes
+            models.zero_grad()  # free the gradients: the engine needs their memory when it wakes
 
-        # 7. sync: without it the engine would go on sampling from the old weights. What is frozen it has already
+        # 7. weight sync: send the new weights to the engine; frozen weights only if it does not have them yet
         with timer("sync", interruptible=False):
-            sent = engine.sync(models.weights(engine.dtype))
+            sync_metrics = engine.sync(models.weights(engine.dtype))
 
-        # 8. metrics, evaluation, checkpoint; then samples and pages, whose failure is a warning
-        row = metrics.rollout_metrics(pool, grader.pop_counts()) | meter.reduce(ctx) | sent
+        # 8. report: metrics, evaluation, checkpoint. Samples and pages come last; if they fail, the run only warns
+        row = metrics.rollout_metrics(pool, grader.pop_counts()) | meter.reduce(ctx) | sync_metrics
         row |= {"lr": lr, "progress/epoch": pool.position / run.steps_per_epoch}
-        state = run.saver.reached(next_state(state, pool, batches.curriculum, row, cfg))
+        state = run.saver.set_state(next_state(state, pool, batches.curriculum, row, cfg))
         row |= batches.curriculum.metrics(step, state.curriculum) | engine.step_metrics(batch)
-        models.after_step(state.step, algo.ref_every)
-        if run.evaluation.due(cfg.run, state.step):
-            row |= run.evaluation.run(run.log, timer, state.step)
-            state = run.saver.reached(replace(state, eval_due=run.evaluation.cut_at))
-        run.log.step(state.step, row | timer.pop())
+        models.refresh_reference(state.step, algo.ref_every)
+        if run.evaluation.is_due(cfg.run, state.step):
+            row |= run.evaluation.run_during_training(run.log, timer, state.step)
+            state = run.saver.set_state(replace(state, eval_due=run.evaluation.interrupted_at_step))
+        run.log.log_step(state.step, row | timer.pop_metrics())
         run.skipped.report(state.step, run.saver.save)
-        run.saver.after_step()
+        run.saver.save_if_due()
         run.log.report(state.step, batch, row)
 
     run.interrupt.check()
     run.log.close()
 
 
-def run(cfg: Config) -> None:
-    with naming_origins(cfg.flat(), cfg.run.origin):
+def run_training(cfg: Config) -> None:
+    with naming_origins(cfg.to_flags(), cfg.run.origin):
         main(cfg)
 
 
 if __name__ == "__main__":
-    run_script(run, parse_args)
+    run_script(run_training, parse_args)

@@ -1,4 +1,4 @@
-"""Small things every script needs: process group, metrics, seeds, timers."""
+"""Small utilities that every script needs: process groups, metrics, seeds, timers."""
 
 import atexit
 import ctypes
@@ -25,23 +25,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from errors import Interrupted, Note, UserError, keep_printing, printable
+from errors import ErrorContext, Interrupted, UserError, keep_printing, printable
 
-# How torch allocates memory, unless the user sets it. Segments that grow leave fewer gaps between tensors of changing
-# sizes: without recomputation 7B on 8 GPUs reserves 76 GiB for a peak of 72, not 85. Blocks of pinned host memory above
-# 64 MiB are not rounded up to powers of two, which would double what a sleeping engine keeps there. Then they must not
-# be cached for reuse either: torch 2.13 would give a freed block of 65 MiB to a tensor of 128 MiB.
+# Options of torch's memory allocators, unless the user sets them. Expandable segments leave fewer gaps between tensors
+# of changing sizes: without recomputation, a 7B model on 8 GPUs reserves 76 GiB for a peak of 72, not 85. Blocks of
+# pinned host memory above 64 MiB are not rounded up to powers of two, which would double the memory that a sleeping
+# engine keeps there. Such blocks must not be cached for reuse either: torch 2.13 would give a freed block of 65 MiB to
+# a tensor of 128 MiB.
 ALLOC_CONF = "expandable_segments:True"
-if torch.__version__ >= (2, 13):  # older versions refuse options that they do not know
+if torch.__version__ >= (2, 13):  # older versions reject unknown options
     ALLOC_CONF += ",pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]  # by their Hugging Face names
+NamedTensors = Iterable[tuple[str, torch.Tensor]]  # with Hugging Face names
 
 
 @dataclass(frozen=True)
-class Context:
-    """Where this process stands: under torchrun or alone, the same. Neighbouring processes make a tensor-parallel group
-    of `tp`, and train on the same data: there are world / tp data ranks."""
+class DistContext:
+    """The rank and device of this process, and its collectives with the others; the same with and without torchrun.
+    Every `tp` neighbouring processes form a tensor-parallel process group and train on the same data, so there are
+    world / tp data ranks."""
 
     rank: int
     world: int
@@ -49,7 +51,7 @@ class Context:
     tp: int = 1
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
     @property
@@ -61,37 +63,37 @@ class Context:
         return self.world // self.tp
 
     def gather(self, item: Any) -> list[Any]:
-        """Every process's item, in rank order, on all of them."""
+        """Return every process's item, in rank order, on all processes."""
         return gather(item)
 
-    def gather_main(self, items: list) -> list:
-        """The lists of all data ranks, joined in rank order, on rank 0; empty elsewhere."""
-        everyone = [None] * self.world if self.main else None
-        dist.gather_object(items if self.rank % self.tp == 0 else [], everyone)
-        return list(chain.from_iterable(everyone or []))
+    def gather_to_main(self, items: list) -> list:
+        """Return the lists of all data ranks, joined in rank order, on rank 0, and an empty list elsewhere."""
+        gathered = [None] * self.world if self.is_main else None
+        dist.gather_object(items if self.rank % self.tp == 0 else [], gathered)
+        return list(chain.from_iterable(gathered or []))
 
     def exchange(self, items: Sequence[Any]) -> list[Any]:
-        """Send items[r] to process r, for each r; return what each process sent to this one, in rank order."""
+        """Send items[r] to process r, for each r; return the items sent to this process, in rank order."""
         if self.world == 1:
             return list(items)
-        sent = [pickle.dumps(item, 5) for item in items]
-        sizes = self.gather([len(data) for data in sent])
-        arriving = [row[self.rank] for row in sizes]
-        received = torch.empty(sum(arriving), dtype=torch.uint8)
-        packed = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.uint8)
-        dist.all_to_all_single(received, packed, arriving, sizes[self.rank])
-        return [pickle.loads(part.numpy()) for part in received.split(arriving)]
+        pickled = [pickle.dumps(item, 5) for item in items]
+        sizes = self.gather([len(data) for data in pickled])
+        received_sizes = [row[self.rank] for row in sizes]
+        received = torch.empty(sum(received_sizes), dtype=torch.uint8)
+        packed = torch.frombuffer(bytearray(b"".join(pickled)), dtype=torch.uint8)
+        dist.all_to_all_single(received, packed, received_sizes, sizes[self.rank])
+        return [pickle.loads(part.numpy()) for part in received.split(received_sizes)]
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
-        """Sum of each entry over data ranks, in float64 and rank order; a key that only some have counts 0
-        elsewhere."""
+        """Return the sum of each entry over data ranks, in float64 and rank order. A rank that lacks a key counts 0."""
         return sum_dicts(self.gather(values)[:: self.tp])
 
     def max(self, value: int) -> int:
+        """Return the largest value of all processes."""
         return max(self.gather(value))
 
-    def moments(self, x: torch.Tensor) -> tuple[float, float]:
-        """Mean and standard deviation (Bessel's correction) of the entries of all data ranks, in float64."""
+    def mean_and_std(self, x: torch.Tensor) -> tuple[float, float]:
+        """Return mean and standard deviation (Bessel's correction) of the entries of all data ranks, in float64."""
         x = x.double()
         total = self.sum({"n": float(x.numel()), "sum": x.sum().item()})
         mean = total["sum"] / max(1.0, total["n"])
@@ -100,7 +102,7 @@ class Context:
 
 
 def gather(item: Any) -> list[Any]:
-    """Return every process's item, in rank order, on all of them; without a process group, this one's alone."""
+    """Return every process's item, in rank order, on all processes; without a process group, only this one's."""
     items = [item] * (dist.get_world_size() if dist.is_initialized() else 1)
     if len(items) > 1:
         dist.all_gather_object(items, item)
@@ -108,59 +110,63 @@ def gather(item: Any) -> list[Any]:
 
 
 def sum_dicts(items: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the sum of each entry over dictionaries; one that lacks a key counts 0."""
     names = sorted(set(chain.from_iterable(items)))
     return {name: sum(item.get(name, 0.0) for item in items) for name in names}
 
 
 def copy_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copy CPU tensors to a device: to a GPU in one transfer from pinned memory, for which the host does not wait."""
+    """Copy CPU tensors to a device: to a GPU in one transfer from pinned memory that does not block the host."""
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
     parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     sizes = [-(-part.numel() // 8) * 8 for part in parts]  # multiples of 8 bytes: every part is aligned
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-    for part, place in zip(parts, packed.split(sizes), strict=True):
-        place[: part.numel()] = part
-    places = packed.to(device, non_blocking=True).split(sizes)
-    moved = (place[: part.numel()].view(t.dtype) for place, part, t in zip(places, parts, tensors, strict=True))
+    for part, slot in zip(parts, packed.split(sizes), strict=True):
+        slot[: part.numel()] = part
+    slots = packed.to(device, non_blocking=True).split(sizes)
+    moved = (slot[: part.numel()].view(t.dtype) for slot, part, t in zip(slots, parts, tensors, strict=True))
     return [part.view(tensor.shape) for part, tensor in zip(moved, tensors, strict=True)]
 
 
 class Meter:
-    """The metrics of a step on this process, reduced over data ranks once, when reporting: totals, added up and divided
-    by their counts where they have one, and values, of which the largest counts. What was never measured is left
-    out."""
+    """The metrics of a step on this process, reduced over data ranks once, when they are reported. `totals` are summed,
+    and divided by their count if they have one; of `values` the largest is reported. A metric that was not measured is
+    left out."""
 
     def __init__(self):
-        # Tensors stay on their device until `reduce`, as reading one makes the host wait
+        # Tensors stay on their device until `reduce`, because reading one makes the host wait
         self.totals: dict[str, float | torch.Tensor] = defaultdict(float)
         self.counts: dict[str, float | torch.Tensor] = defaultdict(float)
         self.values: dict[str, float] = {}
 
-    def add(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float = 1) -> None:
-        """A mean, of this total over so many."""
+    def add_mean(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float = 1) -> None:
+        """Add to a metric that is a mean: `total` is the sum of `count` values."""
         self.sum(name, total)
         self.counts[name] += torch.as_tensor(count, dtype=torch.float64)
 
     def sum(self, name: str, value: torch.Tensor | float) -> None:
+        """Add to a metric that is a sum."""
         self.totals[name] += torch.as_tensor(value, dtype=torch.float64)
 
     def max(self, name: str, value: torch.Tensor | float) -> None:
+        """Update a metric that is a maximum."""
         self.values[name] = max(self.values.get(name, -math.inf), float(value))
 
-    def set(self, name: str, value: float) -> None:
-        """The same on all ranks already; so is what `count` counts."""
+    def set_replicated(self, name: str, value: float) -> None:
+        """Set a metric that is the same on all ranks."""
         self.values[name] = float(value)
 
-    def count(self, name: str, n: int = 1) -> None:
+    def count_replicated(self, name: str, n: int = 1) -> None:
+        """Add to a count that is the same on all ranks."""
         self.values[name] = self.values.get(name, 0.0) + n
 
-    def reduce(self, ctx: Context) -> dict[str, float]:
-        """Over the data ranks, on all of them."""
-        read = ({name: float(x) for name, x in of.items()} for of in (self.totals, self.counts, self.values))
-        totals, counts, values = zip(*ctx.gather(tuple(read))[:: ctx.tp], strict=True)
+    def reduce(self, ctx: DistContext) -> dict[str, float]:
+        """Return the metrics, reduced over the data ranks, on all of them."""
+        local = ({name: float(x) for name, x in items.items()} for items in (self.totals, self.counts, self.values))
+        totals, counts, values = zip(*ctx.gather(tuple(local))[:: ctx.tp], strict=True)
         counts = sum_dicts(counts)
-        metrics = {name: max(of[name] for of in values if name in of) for name in sorted(set(chain(*values)))}
+        metrics = {name: max(rank[name] for rank in values if name in rank) for name in sorted(set(chain(*values)))}
         for name, total in sum_dicts(totals).items():
             if counts.get(name) != 0:
                 metrics[name] = total / counts.get(name, 1.0)
@@ -168,10 +174,10 @@ class Meter:
 
 
 def _rendezvous() -> dict:
-    """How to find the other processes: none, or as torchrun says. Restarted processes it gives the store of those
-    before, in which they would find addresses of the dead (pytorch issue 135712), so they use names of their own. Of
-    several nodes each counts restarts for itself: there torchrun has to be started with
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+    """Return the arguments of init_process_group that let this process find the others, if torchrun has started any.
+    Processes that torchrun restarts get the store of the ones before them, with addresses of dead processes (pytorch
+    issue 135712), so they use keys with a prefix. With several nodes, each node counts its restarts separately, so
+    torchrun has to be started with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
     env = os.environ
     if "RANK" not in env:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -179,62 +185,63 @@ def _rendezvous() -> dict:
     if attempt == "0" or not one_node or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
-    own = dist.PrefixStore(f"restart{attempt}", store)
-    return {"store": own, "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
+    prefixed = dist.PrefixStore(f"restart{attempt}", store)
+    return {"store": prefixed, "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
 
 
-def dist_setup(timeout_minutes: float = 30.0, tp: int = 1) -> Context:
-    """Join the process group torchrun started, or make one of size 1, so that there is a single code path. What one
-    rank waits for longer than that is an error."""
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable
+def setup_distributed(timeout_minutes: float = 30.0, tp: int = 1) -> DistContext:
+    """Join the process group that torchrun started, or make one of size 1, so that there is a single code path. A
+    collective that a rank waits for longer than `timeout_minutes` fails."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the variable's older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOC_CONF)
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cuda:nccl,cpu:gloo"
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **_rendezvous())
-    return Context(dist.get_rank(), dist.get_world_size(), device, tp)
+    return DistContext(dist.get_rank(), dist.get_world_size(), device, tp)
 
 
 RANK_HINT = (
-    "This is rank {RANK} of {WORLD_SIZE}. If another rank ended before, its message says why, and this one only lost "
-    "its connection. A training run goes on from its newest checkpoint with --resume auto."
+    "This is rank {RANK} of {WORLD_SIZE}. If another rank ended before, read its message: this rank only lost its "
+    "connection. To continue a training run from its newest checkpoint, use --resume auto."
 )
 
 
 def run_script(main: Callable, parse_args: Callable) -> None:
-    """Run a script's main as its process: a UserError becomes one line, anything else keeps its traceback."""
+    """Run a script's main function, then end the process. A UserError is printed as one line; any other exception keeps
+    its traceback."""
     use_utf8()
     keep_printing()
     code = 0
     try:
-        with Note(RANK_HINT.format(**os.environ) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""):
+        with ErrorContext(RANK_HINT.format(**os.environ) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""):
             main(parse_args())
     except UserError as error:
-        code = tell_once("error: " + printable(error, 100_000, keep="\n"))
+        code = print_error_once("error: " + printable(error, 100_000, keep="\n"))
     except Interrupted as stop:
         print0(stop, file=sys.stderr)
-        code = 128 + stop.number
+        code = 128 + stop.signal_number
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130  # 128 + SIGINT
-    atexit._run_exitfuncs()  # before the process group goes: vLLM takes its own groups down in one of them
+    atexit._run_exitfuncs()  # before the process group is destroyed: in one of them vLLM destroys its own groups
     if dist.is_initialized():
         dist.destroy_process_group()
     if sys.stdout:
         sys.stdout.flush()
-    # Not sys.exit: a gloo thread that still holds a tensor while the interpreter is being taken down aborts the process
-    # (pytorch pull request 179291), and a run that is complete would be reported as failed: once in twenty.
+    # Not sys.exit: a gloo thread that still holds a tensor while the interpreter shuts down aborts the process (pytorch
+    # pull request 179291), so that one complete run in twenty would be reported as failed
     os._exit(code)
 
 
 def use_utf8() -> None:
-    """Start this process again in Python's UTF-8 mode if text files would have the encoding of another locale."""
+    """Restart this process in Python's UTF-8 mode if its locale has another encoding, which text files would get."""
     if locale.getpreferredencoding(False).lower() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.execve(sys.executable, sys.orig_argv, os.environ | {"PYTHONUTF8": "1"})
 
 
-def tell_once(text: str) -> int:
+def print_error_once(text: str) -> int:
     """Print an error, and write it to the file that torchrun shows at the end of its report. Return the exit code: 0 if
     another process of this torchrun has already printed the same error, so that torchrun reports only that process."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -244,25 +251,26 @@ def tell_once(text: str) -> int:
             (Path(file).parent.parent / hashlib.sha256(text.encode()).hexdigest()).touch(exist_ok=False)
         except FileExistsError:
             return 0
-        except OSError:  # a full disk, say
+        except OSError:  # such as a full disk
             pass
     print(text, file=sys.stderr)
     return 1
 
 
-def end_with_parent() -> None:
-    """Have the kernel send this process SIGTERM when the thread that started it ends (PR_SET_PDEATHSIG, Linux)."""
+def die_with_parent() -> None:
+    """Make the kernel send this process SIGTERM when the thread that started it ends (PR_SET_PDEATHSIG, Linux)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def in_thread(work: Callable[[], Any], name: str) -> Future:
-    """Its result, or what it raised. Nothing waits for the thread when the process ends, as it would for a pool's."""
+def run_in_thread(work: Callable[[], Any], name: str) -> Future:
+    """Start `work` in a daemon thread and return a Future of its result or exception. Unlike the threads of a pool, it
+    does not keep the process from ending."""
     future: Future = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # future.result() raises it again
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -270,26 +278,28 @@ def in_thread(work: Callable[[], Any], name: str) -> Future:
 
 
 def print0(*args, **kwargs) -> None:
+    """Print on rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(*args, **kwargs)
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from a name such as (seed, "sample", step, uid): randomness is a function of where it is used, so
-    nothing about it has to be stored or restored."""
+    """Return a 63-bit seed from a name such as (seed, "sample", step, uid). Random numbers depend only on their name,
+    so no state of a generator has to be saved or restored."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-class Stages:
-    """`with stage("rollout"):` adds up seconds per name; `pop()` returns them as time/* and starts afresh. On entering
-    a stage `check` is called, which may raise: a run that was asked to end does so between stages."""
+class StepTimer:
+    """Timers of the phases of a step: `with timer("rollout"):` adds up seconds per name, and `pop_metrics()` returns
+    them as time/* and resets them. At the start of a phase it calls `check`, which may raise, so that a run that was
+    asked to stop does so between phases."""
 
     def __init__(self, check: Callable[[], None] = lambda: None):
         self.check = check
         self.seconds: dict[str, float] = {}
-        self.stage = "set-up"  # where the run is, and how often that has changed: what parallel/watch.py tells
-        self.entered = 0
+        self.current_phase = "set-up"  # parallel/watchdog.py sends this and the number of changes to the other ranks
+        self.phase_count = 0
 
     @contextmanager
     def __call__(self, name: str, interruptible: bool = True, timed: bool = True) -> Iterator[None]:
@@ -298,16 +308,17 @@ class Stages:
         start = time.perf_counter()
         self._enter(name)
         yield
-        self._enter(f"what follows {name}")
+        self._enter(f"the code after {name}")
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if timed:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def _enter(self, name: str) -> None:
-        self.stage = name
-        self.entered += 1
+        self.current_phase = name
+        self.phase_count += 1
 
-    def pop(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the seconds of each phase as time/* and reset them."""
         seconds, self.seconds = self.seconds, {}
         return {f"time/{name}": s for name, s in seconds.items()}

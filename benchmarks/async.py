@@ -1,46 +1,52 @@
-"""What do asynchronous steps gain over the synchronous loop, from 8 to 1,024 GPUs? A simulation of a training run.
+"""Simulation of a training run: how much faster are asynchronous steps than the synchronous loop, on 8 to 1,024 GPUs?
 
     OMP_NUM_THREADS=1 python benchmarks/async.py                              # all tables, about two minutes
     OMP_NUM_THREADS=1 python benchmarks/async.py --lengths geo3k --gpus 8 32 --scaling strong --seeds 3
 
-Nothing here ran on a GPU: every second is computed from the assumptions that are printed first, with their sources.
+Nothing here ran on a GPU: all times are computed from assumptions, which are printed first with their sources.
 
-colocated   all GPUs sample, all sleep or wake, all train
-K=0         servers sample, the trainer trains, the weights go to the servers: one after another
-K=1, 2, 3   rounds up to K beyond the one that is needed are sampled meanwhile, trained in the order of the data. What
-            happens to responses under way when the weights change:
-            keep    they go on, with their old keys and values
-            abort   they go on from prompt + partial response, which are prefilled again with the new weights
-            wait    they are finished first: all that were sent, as servers have no say in what is sent to them
-first K     first finished first: as many groups are under way as with K, also begun right after a sync, and a step
-            takes those that were finished first. Groups that would be older than K are dropped.
-any K       the same, but nothing is dropped: the bound does not hold, see the column `max`
+Modes:
 
-A round is the P prompts of a step with G samples each. A group goes to the server with the fewest requests, which runs
-up to `slots` sequences at once, first come, first served. All running sequences get a token an iteration, which takes
+colocated   all GPUs sample, then all sleep or wake, then all train
+K=0         servers sample, then the trainer trains, then the weights are sent to the servers
+K=1, 2, 3   up to K batches beyond the one that is needed are sampled at the same time; they are trained in the order of
+            the data. When the weights change, responses in flight are handled in one of three ways:
+            keep    they continue with their old KV cache
+            abort   they continue from prompt + partial response, which is prefilled again with the new weights
+            wait    all requests that were sent are finished first, as servers do not choose what is sent to them
+first K     finished first, trained first: as many groups are in flight as with K, and new ones also start right after
+            a sync; a step trains the groups that were finished first. Groups that would be older than K are dropped.
+any K       the same, but nothing is dropped, so staleness may exceed K: see the column `max`
 
-    overhead + max((weights + keys and values of the running sequences) / bandwidth, FLOPs / rate)
+A batch is the P prompts of a step with G samples each. A group is sent to the server with the fewest requests, which
+runs up to `slots` sequences at once in order of arrival. In an iteration each running sequence gets a token. It takes
 
-(weights and keys and values pass through the same memory, so their times add up). A prompt is prefilled for the first
-of its group on a server, which holds everybody else up for so long. A sync ends what is under way: an iteration that is
-not finished yet, or a prefill without a first token, is lost. A training step takes max(FLOPs of the round / GPUs,
-FLOPs of its largest group) / rate, as groups are not split over GPUs, and a constant.
+    overhead + max((weights + KV cache of the running sequences) / bandwidth, FLOPs / rate)
 
-Between two syncs nothing is sent to the servers, so each sync projects all requests to their ends at once, by sorting,
-and cuts the projection when the next sync comes: exact, and no event is handled one by one (tests/test_async_bench.py
-compares it with a loop over iterations).
+(weights and KV cache are read from the same memory, so their times add up). The first sequence of a group on a server
+prefills the prompt, and all other sequences wait meanwhile. A sync interrupts work in flight: an iteration that is not
+finished, or a prefill without a first token, is lost. A training step takes max(FLOPs of the batch / GPUs, FLOPs of its
+largest group) / rate, because groups are not split over GPUs, plus a constant.
+
+Between two syncs nothing is sent to the servers. So each sync projects all requests to their ends at once by sorting,
+and cuts the projection off at the next sync. This is exact and needs no event loop (tests/test_async_bench.py compares
+it with a loop over iterations).
+
+Scaling:
 
 weak        the batch grows with the GPUs: --prompts-per-gpu
-strong      the batch stays: --prompts
+strong      the batch stays the same: --prompts
 
-For split layouts the best split is taken, of eighths of the GPUs: all of them for the first GPU count, for the others
-upwards and downwards from the best of the count before, as long as that helps; with a growing batch of more than 128
-GPUs that best one as it is. The trainer needs 16 bytes a parameter.
+Layouts with separate servers use the best split of the GPUs, in eighths. For the first GPU count all splits are tried.
+For the others the search starts at the best split of the previous count and moves up and down as long as that helps;
+with weak scaling and more than 128 GPUs that split is used without a search. The trainer needs 16 bytes per parameter.
 
-speed       steps in the same time, against colocated and against K=0
-tokens/s    trained response tokens, a second and GPU of both kinds: what speed means where trained lengths differ
-idle        1 - the share of the time that GPUs train, or that a server has something to sample; syncs count as idle
-staleness   versions between the weights that sampled a token and those that are trained on it, of trained tokens
+Columns:
+
+speed       steps in the same time, relative to colocated and to K=0
+tokens/s    trained response tokens per second and GPU of both kinds: the speed if trained lengths differ
+idle        1 - the fraction of the time that GPUs train, or that a server has something to sample; syncs count as idle
+staleness   weights versions between sampling a token and training on it, averaged over trained tokens
 again       tokens of responses that are prefilled again, over tokens sampled
 dropped     tokens of dropped groups, over tokens sampled
 length      mean length of trained responses over that of all prompts' responses, minus 1
@@ -65,8 +71,8 @@ import transformers  # noqa: E402
 from balance import QWEN2_5_VL_7B  # noqa: E402
 
 from errors import need  # noqa: E402
-from packing import flop_rates, group_flops  # noqa: E402
-from report.files import write_text  # noqa: E402
+from packing import flop_costs, group_flops  # noqa: E402
+from report.run_files import write_text  # noqa: E402
 from utils import run_script  # noqa: E402
 
 PARAMETERS = 8.29e9  # of Qwen2.5-VL-7B, as its checkpoint has them
@@ -75,13 +81,13 @@ CALCULATOR = (1, 1, 3, 4, 7, 12, 19, 28, 35, 37, 37)  # tokens at these percenti
 
 
 class Lengths(NamedTuple):
-    """A distribution of response lengths: log-lengths at standard normal quantiles, linear between and beyond them."""
+    """A distribution of response lengths: log-lengths at standard normal quantiles, interpolated linearly."""
 
     source: str
     z: Sequence[float]
     log_length: Sequence[float]
     cap: int
-    of_prompt: float  # share of the variance that is the prompt's
+    of_prompt: float  # fraction of the variance that comes from the prompt
 
     def draw(self, rng: np.random.Generator, n: int, samples: int) -> np.ndarray:
         own = rng.normal(size=(n, samples)) * (1 - self.of_prompt) ** 0.5
@@ -101,22 +107,22 @@ def measured(source: str, quantiles: Sequence[float], stretch: float, of_prompt:
 LENGTHS = {
     "toy": measured(
         "MEASURED in shape: 512 responses of steps 1 and 10 of `demo.py run --task calculator --seed 0 --short`, mean "
-        "14.0, 4.7% at the limit of 37, 12% of the log-lengths' variance is the prompt's. Scale ASSUMED: times 30, "
-        "which brings the mean to that of geo3k",
+        "14.0, 4.7% at the limit of 37, 12% of the log-lengths' variance comes from the prompt. Scale ASSUMED: "
+        "times 30, which gives the mean of geo3k",
         CALCULATOR, 30, 0.12,
     ),
     "geo3k": lognormal(
-        "ASSUMED shape, PUBLISHED mean: log-normal, median 326, sigma 0.75, at most 2048, as benchmarks/balance.py: "
+        "ASSUMED shape, PUBLISHED mean: log-normal, median 326, sigma 0.75, at most 2048, as in benchmarks/balance.py: "
         "its mean fits the tokens/s that EasyR1 publishes for Qwen2.5-VL-7B on geo3k (README of hiyouga/EasyR1). Half "
-        "of the variance is the prompt's: ASSUMED. (A run in a log at verl-project/verl issue 1208, mean 325, 0.4% at "
-        "the limit of 1024, would have sigma 0.48: a shorter tail)",
+        "of the variance comes from the prompt: ASSUMED. (A run in a log at verl-project/verl issue 1208, mean 325, "
+        "0.4% at the limit of 1024, would have sigma 0.48: a shorter tail)",
         326, 0.75, 2048, 0.5,
     ),
     "reasoning": lognormal(
         "FITTED to published figures: limit 40,960 tokens, and the last tenth of the responses takes up to half of the "
-        "sampling time (RL of Qwen2-VL-72B, Seer, arXiv 2511.14617, as its reviews tell it), so that the 90th "
-        "percentile is half the limit. Log-normal with sigma 1: ASSUMED; median 5685. Half of the variance is the "
-        "prompt's: ASSUMED (Seer finds lengths of a prompt's responses to be similar)",
+        "sampling time (RL of Qwen2-VL-72B, Seer, arXiv 2511.14617, according to reviews of it), so that the 90th "
+        "percentile is half the limit. Log-normal with sigma 1: ASSUMED; median 5685. Half of the variance comes "
+        "from the prompt: ASSUMED (Seer reports that responses to a prompt have similar lengths)",
         20480 / np.exp(NormalDist().inv_cdf(0.9)), 1.0, 40960, 0.5,
     ),
 }  # fmt: skip
@@ -124,25 +130,25 @@ LENGTHS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What hardware and engines are assumed to do. `note` is the source."""
+    """The assumed speed and size of hardware and engines. `note` is the source of each value."""
 
     def _(default: float, note: str):
         return field(default=default, metadata={"note": note})
 
-    peak: float = _(989, "TFLOP/s of bf16, dense: datasheet of the H100 SXM")
-    gemm: float = _(0.80, "of which prefill and decoding reach: cuBLAS's 790 of 989 as measured by others")
-    bandwidth: float = _(3.35, "TB/s of memory: datasheet of the H100 SXM")
-    reached: float = _(0.80, "of which decoding reaches: ASSUMED")
-    memory: float = _(80, "GB a GPU: datasheet; 90% of it for weights, keys and values")
-    overhead: float = _(2.0, "ms an iteration of an engine, for everything but the model: ASSUMED")
-    all_reduce: float = _(0.6, "ms an iteration more with tp > 1: ASSUMED, 56 of 10 us")
-    slots: int = _(256, "sequences an engine runs at once, where keys and values of mean length fit: ASSUMED")
-    mfu: float = _(0.35, "of the trainer: torchtitan's Llama-3.1-8B on 8 H100 has 0.33-0.39, EasyR1 0.23")
-    step: float = _(1.0, "s a training step beyond its FLOPs, for rewards, packing, optimizer: ASSUMED")
-    link: float = _(8.25, "GB/s at which servers get weights, all at once: 30B over 30 receivers in 7 s, as published")
-    latency: float = _(0.5, "s a sync beyond its bytes: ASSUMED")
-    wake: float = _(3.0, "s a colocated step for sleep, wake and weights: vLLM's blog has 0.8-2.6 for waking")
-    tp: int = _(1, "GPUs a server")
+    peak: float = _(989, "TFLOP/s of dense bf16: datasheet of the H100 SXM")
+    gemm: float = _(0.80, "fraction of it that prefill and decoding reach: cuBLAS's 790 of 989 as measured by others")
+    bandwidth: float = _(3.35, "TB/s of memory bandwidth: datasheet of the H100 SXM")
+    reached: float = _(0.80, "fraction of it that decoding reaches: ASSUMED")
+    memory: float = _(80, "GB per GPU: datasheet; nine tenths of it for weights and KV cache")
+    overhead: float = _(2.0, "ms per iteration of an engine for everything except the model: ASSUMED")
+    all_reduce: float = _(0.6, "additional ms per iteration with tp > 1: ASSUMED, 56 all-reduces of 10 us")
+    slots: int = _(256, "sequences that an engine runs at once, if KV caches of mean length fit: ASSUMED")
+    mfu: float = _(0.35, "MFU of the trainer: torchtitan's Llama-3.1-8B on 8 H100 has 0.33-0.39, EasyR1 0.23")
+    step: float = _(1.0, "s per training step beyond its FLOPs, for rewards, packing, optimizer: ASSUMED")
+    link: float = _(8.25, "GB/s at which servers receive weights, all at once: 30B to 30 of them in 7 s, as published")
+    latency: float = _(0.5, "s per sync beyond its bytes: ASSUMED")
+    wake: float = _(3.0, "s per colocated step for sleep, wake and weights: vLLM's blog has 0.8-2.6 for waking")
+    tp: int = _(1, "GPUs per server")
     del _
 
     def sync_seconds(self) -> float:
@@ -150,50 +156,50 @@ class Machine:
 
 
 class Engine(NamedTuple):
-    """Seconds of an engine's work."""
+    """The seconds that the parts of an engine's work take."""
 
-    overhead: float  # an iteration
-    weights: float  # to read them once
-    kv: float  # to read a token's keys and values
-    compute: float  # a sequence's share of an iteration
-    flop: float  # a FLOP of a prefill
+    overhead: float  # per iteration
+    weights: float  # to read the weights once
+    kv: float  # to read the KV cache of a token
+    compute: float  # per sequence in an iteration
+    flop: float  # per FLOP of a prefill
     slots: int
 
     def seconds(self, j, n, first):
-        """Of j iterations of n sequences, whose contexts have `first` tokens in the first of them and n more in each
-        that follows. Of arrays too."""
+        """Return the seconds of j iterations of n sequences. Their contexts have `first` tokens in the first iteration
+        and n more in each further one. Arguments may be arrays."""
         above = self.compute * n - self.weights - self.kv * first  # seconds by which compute exceeds memory at first
-        bound = np.clip(np.ceil(above / np.maximum(self.kv * n, 1e-30)), 0, j)  # iterations bound by compute
+        bound = np.clip(np.ceil(above / np.maximum(self.kv * n, 1e-30)), 0, j)  # number of compute-bound iterations
         rest = j - bound
         memory = rest * (self.weights + self.kv * first) + self.kv * n * (bound + j - 1) * rest / 2
         return j * self.overhead + bound * self.compute * n + memory
 
 
-RATES = flop_rates(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B))  # of an update with a frozen tower, a third of it
-FORWARD = flop_rates(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B), vision=1)
-KV_BYTES = 2 * 2 * 28 * 4 * 128  # a token's: keys and values, bf16, layers, heads, their size
+COSTS = flop_costs(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B))  # a third of an update's with a frozen tower
+FORWARD = flop_costs(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B), vision=1)
+KV_BYTES = 2 * 2 * 28 * 4 * 128  # per token: keys and values, bf16, layers, heads, head size
 
 
 def engine(machine: Machine, mean_context: float) -> Engine:
     rate = machine.peak * 1e12 * machine.gemm * machine.tp
     bandwidth = machine.bandwidth * 1e12 * machine.reached * machine.tp
     fits = (0.9 * machine.memory * 1e9 * machine.tp - 2 * PARAMETERS) / (KV_BYTES * mean_context)
-    told = f"--memory {machine.memory:g} GB x --tp {machine.tp} has no room for a sequence of {mean_context:.0f} tokens"
-    need(fits >= 1, f"{told}; raise --tp")
+    memory = f"--memory {machine.memory:g} GB x --tp {machine.tp} cannot hold a sequence of {mean_context:.0f} tokens"
+    need(fits >= 1, f"{memory}; raise --tp")
     return Engine(
         (machine.overhead + machine.all_reduce * (machine.tp > 1)) / 1e3,
-        (RATES.token + RATES.trained_token) / bandwidth,  # 2 FLOPs a multiplication and 2 bytes a weight
+        (COSTS.token + COSTS.trained_token) / bandwidth,  # 2 FLOPs per multiplication and 2 bytes per weight
         KV_BYTES / bandwidth,
-        (RATES.token + RATES.trained_token) / rate,
+        (COSTS.token + COSTS.trained_token) / rate,
         1 / rate,
         min(machine.slots, int(fits)),
     )
 
 
 class Work(NamedTuple):
-    """Groups in the order of the data."""
+    """The groups of a run, in the order of the data."""
 
-    prompts: int  # a step
+    prompts: int  # per step
     prompt_N: np.ndarray  # tokens
     length_NG: np.ndarray
     prefill_N: np.ndarray  # FLOPs of a prompt with its image
@@ -201,7 +207,7 @@ class Work(NamedTuple):
 
 
 def draw_work(lengths: Lengths, prompts: int, samples: int, rounds: int, seed: int) -> Work:
-    """Prompts and images as in benchmarks/balance.py."""
+    """Return random groups, with prompts and images as in benchmarks/balance.py."""
     rng = np.random.default_rng(seed)
     n = prompts * rounds
     length_NG = lengths.draw(rng, n, samples)
@@ -210,7 +216,7 @@ def draw_work(lengths: Lengths, prompts: int, samples: int, rounds: int, seed: i
     prefill, update = [], []
     for prompt, image, responses in zip(prompt_N.tolist(), image_N.tolist(), length_NG.tolist(), strict=True):
         prefill.append(group_flops(FORWARD, prompt, [4 * image], [], 0))
-        update.append(3 * group_flops(RATES, prompt, [4 * image], responses, sum(responses)))
+        update.append(3 * group_flops(COSTS, prompt, [4 * image], responses, sum(responses)))
     return Work(prompts, prompt_N, length_NG, np.array(prefill), np.array(update))
 
 
@@ -219,16 +225,16 @@ def draw_work(lengths: Lengths, prompts: int, samples: int, rounds: int, seed: i
 
 
 class Requests(NamedTuple):
-    """Arrays, one row a request, in the order in which they were sent."""
+    """A table of requests: arrays with one row per request, in the order in which they were sent."""
 
     group: np.ndarray
     server: np.ndarray
     length: np.ndarray
     done: np.ndarray  # tokens sampled so far
-    live: np.ndarray  # its keys and values are in its server
+    live: np.ndarray  # whether its KV cache is in its server
     versions: np.ndarray  # sum over its tokens of the versions that sampled them
     oldest: np.ndarray  # of these versions
-    finished: np.ndarray  # time; inf where it is not
+    finished: np.ndarray  # time; inf if it is not finished
 
     def take(self, rows: np.ndarray) -> "Requests":
         return Requests(*(column[rows] for column in self))
@@ -238,7 +244,7 @@ NO_REQUESTS = Requests(*(np.zeros(0, kind) for kind in (int, int, int, int, bool
 
 
 def send(requests: Requests, work: Work, groups: Sequence[int], servers: int) -> Requests:
-    """Each group to the server with the fewest requests."""
+    """Send each group to the server with the fewest requests, and return all requests."""
     samples = work.length_NG.shape[1]
     busy = np.bincount(requests.server[np.isinf(requests.finished)], minlength=servers).tolist()
     heap = [(n, server) for server, n in enumerate(busy)]
@@ -258,7 +264,7 @@ def send(requests: Requests, work: Work, groups: Sequence[int], servers: int) ->
 
 
 def start_iterations(server: np.ndarray, remaining: np.ndarray, slots: int) -> np.ndarray:
-    """When each request gets a slot of its server, in iterations from now; requests are sorted by server."""
+    """Return when each request gets a slot of its server, in iterations from now. Requests are sorted by server."""
     start = np.zeros(len(server), np.int64)
     edges = np.flatnonzero(np.diff(server, prepend=-1, append=-1)).tolist()
     for low, high in zip(edges, edges[1:], strict=False):
@@ -271,7 +277,7 @@ def start_iterations(server: np.ndarray, remaining: np.ndarray, slots: int) -> n
 
 
 class Projection:
-    """What the servers do from `now` on if nothing else is sent. `requests` are the unfinished ones."""
+    """The work of the servers from `now` on if nothing else is sent. `requests` are the unfinished ones."""
 
     def __init__(self, requests: Requests, work: Work, engine: Engine, servers: int, now: float):
         self.order = np.argsort(requests.server, kind="stable")
@@ -279,16 +285,16 @@ class Projection:
         rows = one.group % len(work.prompt_N)
         remaining = one.length - one.done
         self.start_R = start_iterations(one.server, remaining, engine.slots)
-        # the prompt is prefilled by the first of a group that needs it
+        # the first request of a group that needs the prompt prefills it
         cold = np.flatnonzero(~one.live)
         first = np.zeros(len(rows), bool)
         first[cold[np.unique(one.group[cold], return_index=True)[1]]] = True
         prompt = work.prompt_N[rows]
-        again = np.where(one.live, 0, RATES.token * one.done + RATES.pair * one.done * (prompt + one.done / 2))
+        again = np.where(one.live, 0, COSTS.token * one.done + COSTS.pair * one.done * (prompt + one.done / 2))
         prefill_R = engine.flop * (again + np.where(first, work.prefill_N[rows], 0.0))
         self.again = int(one.done[cold].sum())
 
-        # an event for each start and each end; of one iteration ends come first
+        # each start and each end is an event; within an iteration the ends come first
         n = len(rows)
         server = np.concatenate([one.server, one.server])
         iteration = np.concatenate([self.start_R, self.start_R + remaining])
@@ -306,7 +312,7 @@ class Projection:
         self.starts = starts[:-1]
         self.present = np.diff(starts) > 0
         clock = np.concatenate([[0.0], np.cumsum(spent)[:-1]]) if n else np.zeros(0)
-        # each server begins with the prefill of its first event, which belongs to no gap of its own
+        # each server begins with the prefill of its first event, which is not part of a gap
         base = np.zeros(servers)
         base[self.present] = clock[self.starts[self.present]]
         opening = np.zeros(servers)
@@ -327,7 +333,7 @@ class Projection:
         return self.engine.seconds(iterations, running, self.offset[at] + running * self.iteration[at])
 
     def sampled(self, time: float) -> np.ndarray:
-        """Tokens that each request has got by then; unfinished iterations do not count."""
+        """Return the tokens that each request has sampled by `time`. Unfinished iterations do not count."""
         done = np.zeros(len(self.order), np.int64)
         if not len(done):
             return done
@@ -337,7 +343,7 @@ class Projection:
         limit = np.append(self.iteration, 0)[np.minimum(last + 1, len(self.iteration))] - self.iteration[last]
         low = np.zeros(len(last), np.int64)
         high = np.where(self.running[last] > 0, limit, 0)
-        while (low < high).any():  # bisection: the most iterations that end in time
+        while (low < high).any():  # bisection for the largest number of iterations that end in time
             middle = (low + high + 1) // 2
             fits = self.time[last] + self.seconds(middle, last) <= time
             low = np.where(fits, middle, low)
@@ -357,8 +363,8 @@ class Mode(NamedTuple):
     name: str
     k: int = 0
     in_flight: str = "keep"
-    first: bool = False  # finished first, trained first
-    drop: bool = True  # what would be older than K
+    first: bool = False  # train the groups that finish first
+    drop: bool = True  # drop groups that would be older than K
     colocated: bool = False
 
 
@@ -374,21 +380,21 @@ MODES = (
 
 
 class Times(NamedTuple):
-    """What a run's seconds follow from, but for the engine's."""
+    """The sizes and times of a run besides those of the engine."""
 
     servers: int
     trainers: int  # GPUs
-    rate: float  # FLOP/s of one of them
-    step: float  # s of a training step beyond its FLOPs
-    pause: float  # s of a sync, or of sleep, wake and sync
+    rate: float  # FLOP/s of a trainer's GPU
+    step: float  # seconds of a training step beyond its FLOPs
+    pause: float  # seconds of a sync, or of sleep, wake and sync
 
     def train(self, update: np.ndarray) -> float:
-        """Seconds of a step on groups of these FLOPs."""
+        """Return the seconds of a training step on groups with these FLOPs."""
         return max(update.sum() / self.trainers, update.max()) / self.rate + self.step
 
 
 def simulate(work: Work, mode: Mode, engine: Engine, times: Times, steps: int, warmup: int) -> dict[str, float]:
-    """Means over the steps from `warmup` on; sums of tokens (sampled, trained, thrown, left) are of the whole run."""
+    """Return means over the steps from `warmup` on, and sums of tokens (sampled, trained, thrown, left) of the run."""
     ahead = mode.k + 1
     requests = send(NO_REQUESTS, work, range(ahead * work.prompts), times.servers)
     sent = ahead * work.prompts
@@ -427,7 +433,7 @@ def simulate(work: Work, mode: Mode, engine: Engine, times: Times, steps: int, w
         oldest = max(oldest, step - int(trained.oldest.min()))
         first_version = np.full(len(groups), 1 << 40)
         np.minimum.at(first_version, row_R, requests.oldest)
-        late_R = ~trained_R & (first_version[row_R] < step + 1 - mode.k) & mode.drop  # when the next step trains
+        late_R = ~trained_R & (first_version[row_R] < step + 1 - mode.k) & mode.drop  # at the next step
         thrown = requests.take(late_R)
         requests = requests.take(~trained_R & ~late_R)
         n_new = ahead * work.prompts - len(np.unique(requests.group))
@@ -468,7 +474,7 @@ def simulate(work: Work, mode: Mode, engine: Engine, times: Times, steps: int, w
 
 
 def try_split(work: list[Work], mode: Mode, args: argparse.Namespace, gpus: int, eighths: int) -> dict | None:
-    """Means over seeds, of which `work` has one each; None where the trainer's share of the GPUs is too small."""
+    """Return means over seeds (`work` has an item per seed), or None if the trainer has too few GPUs for the model."""
     machine = args.machine
     servers = max(1, gpus * eighths // 8 // machine.tp)
     trainers = gpus if mode.colocated else gpus - servers * machine.tp
@@ -485,7 +491,7 @@ def try_split(work: list[Work], mode: Mode, args: argparse.Namespace, gpus: int,
 
 
 def best_split(work: list[Work], mode: Mode, args: argparse.Namespace, gpus: int, near: int | None, keep: bool) -> dict:
-    """The fastest split. `near` is the best one of fewer GPUs, from where it is looked for; `keep` takes that one."""
+    """Return the fastest split. The search starts at `near`, the best split of fewer GPUs; with `keep` use it."""
     tried: dict[int, dict | None] = {}
 
     def seconds(eighths: int) -> float:
@@ -505,8 +511,8 @@ def best_split(work: list[Work], mode: Mode, args: argparse.Namespace, gpus: int
             while seconds(best + way) < seconds(best):
                 best += way
     found = [row for row in tried.values() if row]
-    told = f"--gpus {gpus} of --memory {args.machine.memory:g} GB have no room for the trainer and a server"
-    need(bool(found), f"{told}; the trainer needs {16 * PARAMETERS / 1e9:.0f} GB, so give more")
+    memory = f"--gpus {gpus} of --memory {args.machine.memory:g} GB cannot hold the trainer and a server"
+    need(bool(found), f"{memory}; the trainer needs {16 * PARAMETERS / 1e9:.0f} GB; use more GPUs")
     best_row = min(found, key=lambda row: row["seconds"])
     return best_row | {"tried": {row["eighths"]: row["seconds"] for row in found}}
 
@@ -522,10 +528,10 @@ def assumptions(args: argparse.Namespace) -> list[str]:
     lines += [
         "",
         f"model      Qwen2.5-VL-7B, {PARAMETERS / 1e9:g}e9 parameters, bf16, all but the tower trained; FLOPs by "
-        f"packing.flop_rates, {RATES.token / 1e9:.1f} GFLOP a token forward; {KV_BYTES / 1e3:.0f} kB of keys and "
-        "values a token",
-        f"a sync     {args.machine.sync_seconds():.1f} s",
-        "prompts    log-normal, median 361 tokens, 109-1247, 20-90% of them image tokens, as benchmarks/balance.py",
+        f"packing.flop_costs, {COSTS.token / 1e9:.1f} GFLOP per token forward; {KV_BYTES / 1e3:.0f} kB of KV cache "
+        "per token",
+        f"sync       {args.machine.sync_seconds():.1f} s",
+        "prompts    log-normal, median 361 tokens, 109-1247, 20-90% of them image tokens, as in benchmarks/balance.py",
         *(f"{name:10} {LENGTHS[name].source}" for name in args.lengths),
         "",
     ]
@@ -537,7 +543,7 @@ COLUMNS = ("mode", "servers + trainer", "s / step", "vs colocated", "vs K=0", "t
 
 
 def table(rows: list[dict]) -> list[str]:
-    """Markdown, one a case."""
+    """Return the lines of Markdown tables, one table per case."""
     lines = []
     for row in rows:
         if row["mode"] == COLOCATED.name:
@@ -563,7 +569,7 @@ STYLES = {
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Trained tokens a second against colocated, over GPUs; a column for each distribution of lengths."""
+    """Plot trained tokens per second relative to colocated over GPUs, in a column for each distribution of lengths."""
     from matplotlib.figure import Figure
 
     columns = list(dict.fromkeys(row["lengths"] for row in rows))
@@ -597,18 +603,18 @@ SHORT = "--gpus 8 16 --prompts 8 --prompts-per-gpu 1 --steps 3 --warmup 1"
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    p.add_argument("--gpus", type=int, nargs="+", default=[8, 32, 128, 512, 1024], help="GPU counts, rising")
-    p.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS, help="of responses; see the output")
+    p.add_argument("--gpus", type=int, nargs="+", default=[8, 32, 128, 512, 1024], help="GPU counts, ascending")
+    p.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS, help="length distributions to use")
     p.add_argument("--scaling", nargs="+", default=["weak", "strong"], choices=("weak", "strong"))
-    p.add_argument("--prompts-per-gpu", type=int, default=4, help="weak scaling")
-    p.add_argument("--prompts", type=int, default=512, help="strong scaling")
+    p.add_argument("--prompts-per-gpu", type=int, default=4, help="prompts per GPU and step for weak scaling")
+    p.add_argument("--prompts", type=int, default=512, help="prompts per step for strong scaling")
     p.add_argument("--samples", type=int, default=8, help="responses per prompt")
-    p.add_argument("--steps", type=int, default=32, help="of a run")
-    p.add_argument("--warmup", type=int, default=14, help="of these, not counted")
-    p.add_argument("--seeds", type=int, default=1, help="draws of the lengths, averaged")
-    p.add_argument("--short", action="store_true", help=f"does it run? The same as {SHORT}")
-    p.add_argument("--json", type=Path, help="where every figure goes")
-    p.add_argument("--plot", type=Path, help="a PNG: speed over GPUs")
+    p.add_argument("--steps", type=int, default=32, help="steps of a run")
+    p.add_argument("--warmup", type=int, default=14, help="first steps of a run, which are not counted")
+    p.add_argument("--seeds", type=int, default=1, help="random draws of the lengths to average over")
+    p.add_argument("--short", action="store_true", help=f"only check that it runs; same as {SHORT}")
+    p.add_argument("--json", type=Path, help="file to write all figures to")
+    p.add_argument("--plot", type=Path, help="PNG file to write: speed over GPUs")
     machine = p.add_argument_group("the machine")
     for name, one in Machine.__dataclass_fields__.items():
         kind = type(one.default)
@@ -616,8 +622,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = p.parse_args(argv)
     if args.short:
         args = p.parse_args([*SHORT.split(), *(sys.argv[1:] if argv is None else argv)])
-    need(0 <= args.warmup < args.steps, f"--warmup {args.warmup} leaves none of --steps {args.steps}; give fewer")
-    need(args.tp >= 1 and min(args.gpus) >= 2 * args.tp, f"--gpus {min(args.gpus)} is too few for --tp {args.tp}")
+    need(0 <= args.warmup < args.steps, f"--warmup {args.warmup} must be 0 or more and less than --steps {args.steps}")
+    need(args.tp >= 1 and min(args.gpus) >= 2 * args.tp, f"--gpus {min(args.gpus)} is less than 2 x --tp {args.tp}")
     counts = (args.prompts, args.prompts_per_gpu, args.samples, args.seeds, args.slots)
     need(min(counts) >= 1, "--prompts, --prompts-per-gpu, --samples, --seeds and --slots must be 1 or more")
     args.machine = Machine(**{name: getattr(args, name) for name in Machine.__dataclass_fields__})
@@ -633,21 +639,21 @@ def main(args: argparse.Namespace) -> None:
             prompts = args.prompts if scaling == "strong" else args.prompts_per_gpu * gpus
             rounds = args.steps + max(mode.k for mode in MODES) + 1
             work = [draw_work(LENGTHS[lengths], prompts, args.samples, rounds, seed) for seed in range(args.seeds)]
-            of_case: dict[str, dict] = {}
+            by_mode: dict[str, dict] = {}
             for mode in MODES:
                 keep = scaling == "weak" and gpus > 128
                 found = best_split(work, mode, args, gpus, near.get(mode.name), keep)
                 near[mode.name] = found["eighths"]
                 case = {"lengths": lengths, "scaling": scaling, "gpus": gpus, "prompts": prompts}
-                of_case[mode.name] = case | {"samples": args.samples, "mode": mode.name} | found
-            for row in of_case.values():
-                row["vs_colocated"] = of_case["colocated"]["seconds"] / row["seconds"]
-                row["vs_k0"] = of_case["K=0"]["seconds"] / row["seconds"]
-            rows += of_case.values()
-            print("\n".join(table(list(of_case.values()))), flush=True)
+                by_mode[mode.name] = case | {"samples": args.samples, "mode": mode.name} | found
+            for row in by_mode.values():
+                row["vs_colocated"] = by_mode["colocated"]["seconds"] / row["seconds"]
+                row["vs_k0"] = by_mode["K=0"]["seconds"] / row["seconds"]
+            rows += by_mode.values()
+            print("\n".join(table(list(by_mode.values()))), flush=True)
             if args.json:
-                told = {"assumptions": assumptions(args), "rows": rows}
-                write_text(args.json, json.dumps(told, indent=1, default=float) + "\n")
+                report = {"assumptions": assumptions(args), "rows": rows}
+                write_text(args.json, json.dumps(report, indent=1, default=float) + "\n")
     if args.plot:
         draw(rows, args.plot)
 

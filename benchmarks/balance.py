@@ -1,29 +1,31 @@
-"""Balancing sequences over ranks or micro-batches by FLOPs: ours against the usual ways.
+"""Quality and speed of balancing sequences over ranks or micro-batches by FLOPs: our method against the usual ones.
 
     OMP_NUM_THREADS=1 python benchmarks/balance.py
     OMP_NUM_THREADS=1 python benchmarks/balance.py --seeds 20 --repeats 1
 
+The first table divides N sequences into k bins:
 ours       packing.balance
 LPT        longest first, each to the least loaded bin
-KK         Karmarkar-Karp: largest differencing, a heap of k-way partial partitions (what verl uses)
+KK         Karmarkar-Karp: largest differencing, a heap of k-way partial partitions (used by verl)
 multifit   first-fit decreasing at the smallest capacity that bisection finds
-arrival    consecutive runs of N / k
-by tokens  ours, given the token counts instead of the FLOPs
+arrival    consecutive slices of N / k sequences
+by tokens  our method, given the token counts instead of the FLOPs
+bound      the best value that any partition can reach, as the longest sequence can exceed the mean bin
 Cells are max / mean - 1 of FLOPs, worst of --seeds, and milliseconds: minimum of --repeats interleaved runs, worst of
 --seeds.
-bound is what no partition can beat: the longest sequence can exceed the mean bin.
 
-Lengths as in geo3k: prompts of 109-1247 tokens, median 361, 20-90% of them image tokens; log-normal responses, median
-326, at most 2048; groups of 8 share a prompt. Each sequence is a whole one, with its own copy of the image, as
-Qwen2.5-VL-7B.
+Lengths are as in geo3k: prompts of 109-1247 tokens, median 361, 20-90% of them image tokens; log-normal responses,
+median 326, at most 2048; groups of 8 share a prompt. Each sequence has its own copy of prompt and image. FLOPs are
+those of Qwen2.5-VL-7B.
 
-Then the groups of a step over ranks: 512 prompts with 5 responses each, whose log-lengths owe half of their variance to
-the prompt; a group's prompt and images count once. Cells are max / mean of FLOPs over ranks, worst of --seeds:
+The second table divides the groups of a step over ranks: 512 prompts with 5 responses each; half of the variance of
+their log-lengths comes from the prompt. A group's prompt and images count once. Cells are max / mean of FLOPs over
+ranks, worst of --seeds:
 of the step    summed over its minibatches
-of a minibatch the worst one; ranks wait for each other at the end of each, so this is what costs time
-stride         rank r takes every n-th group from the r-th on
+of a minibatch the worst minibatch; ranks wait for each other at the end of each, so this one costs time
+stride         rank r gets every n-th group, starting with group r
 ours           packing.assign_to_ranks
-largest group  over a rank's mean of a minibatch: above 1 no assignment of whole groups could be even
+largest group  its FLOPs over a rank's mean in a minibatch; above 1 no assignment of whole groups can be even
 """
 
 import argparse
@@ -38,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np  # noqa: E402
 import transformers  # noqa: E402
 
-from packing import assign_to_ranks, balance, flop_rates, group_flops  # noqa: E402
+from packing import assign_to_ranks, balance, flop_costs, group_flops  # noqa: E402
 
 CELLS = ((512, 8), (512, 64), (512, 128), (4096, 8), (4096, 64), (4096, 512))
 QWEN2_5_VL_7B = {
@@ -49,30 +51,31 @@ QWEN2_5_VL_7B = {
 
 
 def geo3k_like(n: int, seed: int, train_vision: bool = False, group: int = 8) -> tuple[list[int], list[float]]:
-    """Tokens and FLOPs of n sequences."""
+    """Return the token counts and FLOPs of n random sequences with lengths as in geo3k."""
     rng = np.random.default_rng(seed)
     prompt = np.clip(np.exp(rng.normal(np.log(361), 0.5, n // group)), 109, 1247).astype(int).repeat(group)
     image = (prompt * rng.uniform(0.2, 0.9, n // group).repeat(group)).astype(int)
     response = np.clip(np.exp(rng.normal(np.log(326), 0.75, n)), 8, 2048).astype(int)
-    rates = flop_rates(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B), vision=1 if train_vision else 1 / 3)
+    costs = flop_costs(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B), vision=1 if train_vision else 1 / 3)
     lengths = zip(prompt.tolist(), image.tolist(), response.tolist(), strict=True)
-    flops = [group_flops(rates, p + r, [4 * i], [], r) for p, i, r in lengths]
+    flops = [group_flops(costs, p + r, [4 * i], [], r) for p, i, r in lengths]
     return (prompt + response).tolist(), flops
 
 
 def groups_like_geo3k(n: int, seed: int, samples: int = 5) -> list[float]:
-    """FLOPs of n groups: a prompt with its image, once, and its responses."""
+    """Return the FLOPs of n random groups, each with one prompt, its image and `samples` responses."""
     rng = np.random.default_rng(seed)
     prompt_N = np.clip(np.exp(rng.normal(np.log(361), 0.5, n)), 109, 1247).astype(int)
     image_N = (prompt_N * rng.uniform(0.2, 0.9, n)).astype(int)
     deviation_NG = (rng.normal(size=(n, 1)) + rng.normal(size=(n, samples))) * 0.75 / 2**0.5
     response_NG = np.clip(np.exp(np.log(326) + deviation_NG), 8, 2048).astype(int)
-    rates = flop_rates(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B))
+    costs = flop_costs(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B))
     lengths = zip(prompt_N.tolist(), image_N.tolist(), response_NG.tolist(), strict=True)
-    return [group_flops(rates, p, [4 * i], responses, sum(responses)) for p, i, responses in lengths]
+    return [group_flops(costs, p, [4 * i], responses, sum(responses)) for p, i, responses in lengths]
 
 
 def lpt(costs: list[float], k: int) -> list[list[int]]:
+    """Return k bins of indices: longest processing time first."""
     bins: list[list[int]] = [[] for _ in range(k)]
     heap = [(0.0, b) for b in range(k)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -83,10 +86,10 @@ def lpt(costs: list[float], k: int) -> list[list[int]]:
 
 
 def karmarkar_karp(costs: list[float], k: int) -> list[list[int]]:
-    """Merge the two partitions of largest spread, the heaviest bins of one onto the lightest of the other, until one is
-    left.
+    """Return k bins of indices. Until one partition is left, merge the two with the largest spread: the heaviest bins
+    of one with the lightest of the other.
 
-    A partition keeps only its loaded bins, (load, id) descending; the other k - len(loaded) are empty."""
+    A partition stores only its loaded bins, as (load, id) in descending order; the other k - len(loaded) are empty."""
     joined: dict[int, tuple] = {i: (i,) for i in range(len(costs))}  # id -> nested pairs of ids; flattened at the end
     heap = [(-c, i, [(c, i)]) for i, c in enumerate(costs)]
     heapq.heapify(heap)
@@ -95,10 +98,10 @@ def karmarkar_karp(costs: list[float], k: int) -> list[list[int]]:
         _, _, a = heapq.heappop(heap)
         _, order, b = heapq.heappop(heap)
         free = k - len(a)
-        met = len(a) - max(0, len(b) - free)
-        merged = a[:met] + b[:free]  # b's heaviest go to a's empty bins
-        for (load, i), (more, j) in zip(b[free:], reversed(a[met:]), strict=True):
-            merged.append((load + more, serial))
+        n_kept = len(a) - max(0, len(b) - free)
+        merged = a[:n_kept] + b[:free]  # b's heaviest bins go into a's empty ones
+        for (load_b, i), (load_a, j) in zip(b[free:], reversed(a[n_kept:]), strict=True):
+            merged.append((load_b + load_a, serial))
             joined[serial] = (i, j)
             serial += 1
         merged.sort(reverse=True)
@@ -123,13 +126,13 @@ def multifit(costs: list[float], k: int, steps: int = 10) -> list[list[int]]:
     high, best = 2 * low, None
     for step in range(steps):
         cap = high if step == 0 else (low + high) / 2
-        bins, room = [[] for _ in range(k)], np.full(k, cap)
+        bins, remaining = [[] for _ in range(k)], np.full(k, cap)
         for i in order:
-            b = int((room >= costs[i]).argmax())
-            if room[b] < costs[i]:
+            b = int((remaining >= costs[i]).argmax())
+            if remaining[b] < costs[i]:
                 low = cap
                 break
-            room[b] -= costs[i]
+            remaining[b] -= costs[i]
             bins[b].append(i)
         else:
             best, high = bins, cap
@@ -145,7 +148,7 @@ def imbalance(costs: list[float], bins: list[list[int]]) -> float:
     return max(sum(costs[i] for i in b) for b in bins) * len(bins) / sum(costs) - 1
 
 
-def table_of_ranks(seeds: int, n_prompts: int = 512) -> None:
+def print_rank_table(seeds: int, n_prompts: int = 512) -> None:
     columns = "largest group | stride: of the step | of a minibatch | ours: of the step | of a minibatch"
     print(f"\n| minibatches, ranks | {columns} |\n|" + "---|" * 6)
     for n_minibatches, n_ranks in itertools.product((1, 4), (8, 32)):
@@ -170,37 +173,37 @@ SHORT = "--seeds 1 --repeats 1"
 def parse_args() -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    p.add_argument("--seeds", type=int, default=3, help="draws of the lengths")
-    p.add_argument("--repeats", type=int, default=3, help="interleaved runs of a draw; the minimum counts")
-    p.add_argument("--train-vision", action="store_true", help="count the tower's backward too")
-    p.add_argument("--short", action="store_true", help=f"does it run? The same as {SHORT}")
+    p.add_argument("--seeds", type=int, default=3, help="random draws of the lengths")
+    p.add_argument("--repeats", type=int, default=3, help="interleaved runs per draw; the minimum is reported")
+    p.add_argument("--train-vision", action="store_true", help="also count the vision tower's backward pass")
+    p.add_argument("--short", action="store_true", help=f"only check that it runs; same as {SHORT}")
     args = p.parse_args()
     return p.parse_args([*SHORT.split(), *sys.argv[1:]]) if args.short else args
 
 
 def main() -> None:
     args = parse_args()
-    ways = {"ours": balance, "LPT": lpt, "KK": karmarkar_karp, "multifit": multifit, "arrival": arrival}
-    print("| N, k | bound | " + " | ".join(ways) + " | by tokens |\n|" + "---|" * (len(ways) + 3))
+    methods = {"ours": balance, "LPT": lpt, "KK": karmarkar_karp, "multifit": multifit, "arrival": arrival}
+    print("| N, k | bound | " + " | ".join(methods) + " | by tokens |\n|" + "---|" * (len(methods) + 3))
     for n, k in CELLS:
-        worst: dict[str, float] = dict.fromkeys([*ways, "by tokens", "bound"], 0.0)
-        slowest = dict.fromkeys(ways, 0.0)
+        worst: dict[str, float] = dict.fromkeys([*methods, "by tokens", "bound"], 0.0)
+        slowest = dict.fromkeys(methods, 0.0)
         for seed in range(args.seeds):
             tokens, flops = geo3k_like(n, seed, args.train_vision)
             worst["bound"] = max(worst["bound"], max(flops) * k / sum(flops) - 1)
             worst["by tokens"] = max(worst["by tokens"], imbalance(flops, balance(tokens, k)))
-            fastest = dict.fromkeys(ways, float("inf"))
+            fastest = dict.fromkeys(methods, float("inf"))
             for _ in range(args.repeats):
-                for name, way in ways.items():
+                for name, method in methods.items():
                     start = time.perf_counter()
-                    bins = way(flops, k)
+                    bins = method(flops, k)
                     fastest[name] = min(fastest[name], 1e3 * (time.perf_counter() - start))
                     worst[name] = max(worst[name], imbalance(flops, bins))
-            slowest = {name: max(slowest[name], fastest[name]) for name in ways}
-        cells = [f"{worst[name]:.1e}, {slowest[name]:.3g} ms" for name in ways]
+            slowest = {name: max(slowest[name], fastest[name]) for name in methods}
+        cells = [f"{worst[name]:.1e}, {slowest[name]:.3g} ms" for name in methods]
         cells = [f"{n}, {k}", f"{worst['bound']:.1e}", *cells, f"{worst['by tokens']:.1e}"]
         print("| " + " | ".join(cells) + " |", flush=True)
-    table_of_ranks(args.seeds)
+    print_rank_table(args.seeds)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
     python benchmarks/data_memory.py                              # 512 and 2048 MiB, in a temporary folder
     python benchmarks/data_memory.py --mib 64 --keep out/data    # smaller; the files stay for another run
 
-Each file, written by prepare_data, holds noise: JPEG and PNG images of 100 to 300 kB, one a row. In a process of its
-own, without torch, its rows are read and checked, then --batches batches of 16 random ones are decoded by 4 threads,
-as in training. All is of that process: start is its memory after imports, peak the largest resident memory; ms a row
-is of reading a row's bytes, without decoding, of rows none of which was read before.
+Each file is written by prepare_data.py and has one noise image per row, JPEG or PNG, of 100 to 300 kB. A separate
+process without torch reads and checks all rows; then 4 threads decode --batches batches of 16 random rows, as in
+training. All figures are of that process:
+
+    start     resident memory after imports
+    peak      largest resident memory
+    ms a row  time to read a row's bytes, without decoding, of rows that were not read before
 """
 
 import argparse
@@ -26,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from prepare_data import Example, ReadingConfig, read_examples, write_examples  # noqa: E402
+from prepare_data import DataFormatConfig, Example, read_examples, write_examples  # noqa: E402
 
 
 def noise(rng: np.random.Generator, name: str) -> bytes:
-    """An image file of 100 to 300 kB."""
+    """Return a noise image as a file of 100 to 300 kB."""
     side = int(rng.integers(190, 310) if name == "PNG" else rng.integers(270, 450))
     out = io.BytesIO()
     Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8)).save(out, name, quality=90, compress_level=1)
@@ -38,7 +41,7 @@ def noise(rng: np.random.Generator, name: str) -> bytes:
 
 
 def rows(mib: int) -> Iterator[Example]:
-    """About so many MiB of them; 64 images are repeated, which a parquet file does not notice."""
+    """Yield rows of about `mib` MiB in total. Only 64 different images are used, but parquet does not deduplicate."""
     rng = np.random.default_rng(0)
     images = [noise(rng, "PNG" if i % 4 == 0 else "JPEG") for i in range(64)]
     size, index = 0, 0
@@ -52,25 +55,26 @@ def rows(mib: int) -> Iterator[Example]:
 
 
 def peak() -> float:
-    """MiB of resident memory, at most so far; Linux's ru_maxrss would begin with what the parent had."""
+    """Return the largest resident memory so far, in MiB. Linux's ru_maxrss would include that of the parent process."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 def measure(file: Path, batches: int) -> dict[str, float]:
-    facts = {"torch": "torch" in sys.modules, "start": peak()}
-    began = time.perf_counter()
-    examples, _ = read_examples(file, ReadingConfig())
-    facts |= {"rows": len(examples), "check_s": time.perf_counter() - began, "checked": peak()}
+    """Return the figures of one file, measured in this process."""
+    figures = {"torch": "torch" in sys.modules, "start": peak()}
+    start_time = time.perf_counter()
+    examples, _ = read_examples(file, DataFormatConfig())
+    figures |= {"rows": len(examples), "check_s": time.perf_counter() - start_time, "checked": peak()}
     chosen = random.Random(0).sample(examples, 64 + 16 * batches)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for example in chosen[:64]:
         assert len(example.images[0]) > 50_000
-    facts["row_ms"] = (time.perf_counter() - began) / 64 * 1000
+    figures["row_ms"] = (time.perf_counter() - start_time) / 64 * 1000
     with ThreadPoolExecutor(4) as pool:
         for i in range(64, len(chosen), 16):
             list(pool.map(lambda example: example.pil_images, chosen[i : i + 16]))
-    return facts | {"peak": peak()}
+    return figures | {"peak": peak()}
 
 
 SHORT = "--mib 32 --batches 1"
@@ -78,11 +82,11 @@ SHORT = "--mib 32 --batches 1"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, nargs="+", default=[512, 2048], help="sizes of the files, MiB")
-    parser.add_argument("--batches", type=int, default=50, help="of 16 rows")
-    parser.add_argument("--keep", type=Path, help="folder of the files, which stay there")
+    parser.add_argument("--mib", type=int, nargs="+", default=[512, 2048], help="sizes of the files in MiB")
+    parser.add_argument("--batches", type=int, default=50, help="batches of 16 rows to decode")
+    parser.add_argument("--keep", type=Path, help="folder to keep the files in (default: a temporary folder)")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--short", action="store_true", help=f"does it run? The same as {SHORT}")
+    parser.add_argument("--short", action="store_true", help=f"only check that it runs; same as {SHORT}")
     args = parser.parse_args()
     if args.short:
         args = parser.parse_args([*SHORT.split(), *sys.argv[1:]])

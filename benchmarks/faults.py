@@ -1,14 +1,14 @@
-"""What a run survives: kills, signals, full disks, broken numbers, flipped bits. Prints a table, and whether each case
-held.
+"""Fault injection: runs must survive kills, signals, full disks, non-finite numbers and flipped bits. Prints a table
+with the number of cases that passed in each scenario.
 
-    python benchmarks/faults.py                       # all of it: about 20 minutes on two cores
+    python benchmarks/faults.py                       # everything: about 20 minutes on two cores
     python benchmarks/faults.py --short --only flips  # a few cases of one scenario
 
-Each case runs the real scripts on a toy model and breaks something on the way; what must come of it is checked: exit
-code, message, the files left, and that the run resumed to its end equals one that nothing happened to, bit for bit
-(metrics but for times, and all of the last checkpoint). Imports take longer than the runs: a case is a fork of this
-process, which has imported everything and done nothing else; torchrun's cases are started as a user would. Full and
-read-only disks are tmpfs mounts of this script's own, which takes root.
+Each case runs the real scripts on a toy model and injects a fault. Then it checks the exit code, the message and the
+files left, and that the run, resumed to its end, equals a run without faults bit for bit (all metrics except times, and
+the whole last checkpoint). Imports take longer than the runs, so a case is a fork of this process, which has only
+imported everything; cases of torchrun are started as a user would. Full and read-only disks are tmpfs mounts that this
+script creates, which requires root.
 """
 
 import argparse
@@ -41,9 +41,9 @@ import prepare_data  # noqa: E402
 import report.log  # noqa: E402
 import train  # noqa: E402
 from model import Policy  # noqa: E402
-from parallel.checkpoint import checksum, complete_checkpoints, read_trainer, step_of  # noqa: E402
+from parallel.checkpoint import checkpoint_step, file_checksum, list_checkpoints, read_trainer_state  # noqa: E402
 from parallel.models import OptimConfig  # noqa: E402
-from report.files import read_rows  # noqa: E402
+from report.run_files import read_rows  # noqa: E402
 from utils import run_script  # noqa: E402
 
 STEPS, EVERY = 12, 2  # of the run that nothing happens to, and between its checkpoints
@@ -80,7 +80,7 @@ def fill(path):
 
 
 class Run:
-    """Processes of one case, and what they print."""
+    """The processes of one case, and their output."""
 
     def __init__(self, log: Path, pids: list[int]):
         self.log, self.pids, self.codes = log, pids, [None] * len(pids)
@@ -96,7 +96,7 @@ class Run:
         return None not in self.codes
 
     def wait(self, seconds: float = 120.0, text: str | None = None) -> "Run":
-        """Until all have ended, or have printed `text`, or the time is over."""
+        """Wait until all processes have ended, `text` was printed, or the time is over."""
         end = time.monotonic() + seconds
         while not self.ended() and time.monotonic() < end and (text is None or text not in self.text):
             time.sleep(0.01)
@@ -113,7 +113,7 @@ class Run:
 
 
 class Toy:
-    """A model, data, and folders to break."""
+    """A toy model, its data, and run folders to damage."""
 
     def __init__(self, folder: Path, quick: bool, seed: int):
         self.folder, self.quick, self.seed, self.count = folder, quick, seed, 0
@@ -125,7 +125,7 @@ class Toy:
         fork([functools.partial(demo.make_model, self.model, hidden=64, layers=2)], self.folder / "model.log").wait()
         done = self.run("prepare_data.py", "shapes", "--n", 64, "--split", "train", "--out", self.data).wait()
         assert done.codes == [0], done.text
-        for world in sorted(ranks):  # the run that nothing happens to, and the same up to BEGUN
+        for world in sorted(ranks):  # a run without faults, and the same up to BEGUN
             began = time.monotonic()
             for name, steps in (("whole", STEPS), ("begun", BEGUN)):
                 done = self.train(self.folder / f"{name}{world}", "--steps", steps, ranks=world).wait()
@@ -218,8 +218,8 @@ class Toy:
         RUNS.append(Run(log, [started.pid]))
         return RUNS[-1]
 
-    def goes_on(self, out: Path, ranks: int) -> dict[str, bool]:
-        """Resumed to its end, is it the run that nothing happened to?"""
+    def check_resumed(self, out: Path, ranks: int) -> dict[str, bool]:
+        """Resume a run to its end; return checks that it equals the run without faults."""
         run = self.train(out, ranks=ranks).wait()
         return {f"resumed: exit {run.codes}\n{run.text[-1500:]}": run.codes == [0] * ranks} | self.equal(
             out, ranks, run
@@ -231,18 +231,18 @@ class Toy:
             [{k: v for k, v in r.items() if k[:5] not in ("time/", "perf/")} for r in read_rows(x / "metrics.jsonl")]
             for x in (out, whole)
         ]
-        checks = {"metrics are those of the run that nothing happened to": rows[0] == rows[1]}
-        found = [(complete_checkpoints(x) or [None])[-1] for x in (out, whole)]
+        checks = {"metrics equal those of the run without faults": rows[0] == rows[1]}
+        found = [(list_checkpoints(x) or [None])[-1] for x in (out, whole)]
         same = (
             None not in found
             and [f.name for f in found] == [f"step_{STEPS:06d}"] * 2
             and stored_values(found[0]) == stored_values(found[1])
         )
-        # what a kill left is removed with the next checkpoint, if there is one
+        # leftovers of a kill are removed with the next checkpoint, if there is one
         saved = run is None or "nothing to do" not in run.text
         left = [p.name for p in (out / "checkpoints").iterdir() if p.name.startswith(".") and saved]
         return checks | {
-            "last checkpoint is that of the run that nothing happened to": same,
+            "last checkpoint equals that of the run without faults": same,
             f"nothing half written: {left}": not left,
         }
 
@@ -278,11 +278,11 @@ def fork(bodies: list[Callable[[], None]], log: Path) -> Run:
     return run
 
 
-RUNS: list[Run] = []  # to end what a scenario leaves behind
+RUNS: list[Run] = []  # all runs, to kill those that a scenario leaves running
 
 
 class Tally:
-    """Cases of a scenario: how many there were, how many held, and what did not."""
+    """The cases of a scenario: how many there were, how many passed, and the failures."""
 
     def __init__(self):
         self.cases, self.held, self.failures = 0, 0, []
@@ -293,26 +293,26 @@ class Tally:
         self.held += 0 if wrong else n
         if wrong:
             self.failures.append(
-                f"{name}: not so: {'; '.join(wrong)}" + (f"\nits last words:\n{run.text[-1500:]}" if run else "")
+                f"{name}: failed: {'; '.join(wrong)}" + (f"\nend of its output:\n{run.text[-1500:]}" if run else "")
             )
 
 
 def verified(out: Path) -> bool:
-    """Is there a checkpoint, and are all of them as they were written?"""
-    found = complete_checkpoints(out)
+    """Return whether there is a checkpoint and all checkpoints are as they were written."""
+    found = list_checkpoints(out)
     for checkpoint in found:
-        written = read_trainer(checkpoint)["files"]
-        if any(checksum(checkpoint / name) != wanted for name, wanted in written.items()):
+        written = read_trainer_state(checkpoint)["files"]
+        if any(file_checksum(checkpoint / name) != wanted for name, wanted in written.items()):
             return False
     return bool(found)
 
 
 def says(run: Run, *texts: object) -> dict[str, bool]:
-    return {f"it says {str(text)!r}": str(text) in run.text for text in texts}
+    return {f"output contains {str(text)!r}": str(text) in run.text for text in texts}
 
 
 def one_line(run: Run, *texts: object) -> dict[str, bool]:
-    """A mistake that only the user can mend: exit 1, one line, no traceback."""
+    """Return checks of a user error: exit code 1, a one-line message, no traceback."""
     return {
         f"exit {run.codes} is 1": set(run.codes) == {1},
         "no traceback": "Traceback" not in run.text,
@@ -321,7 +321,7 @@ def one_line(run: Run, *texts: object) -> dict[str, bool]:
 
 
 def newest(out: Path) -> int:
-    return step_of((complete_checkpoints(out) or [Path("step_0")])[-1])
+    return checkpoint_step((list_checkpoints(out) or [Path("step_0")])[-1])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def newest(out: Path) -> int:
 
 
 def kills(toy: Toy, ranks: int, tally: Tally) -> str:
-    """SIGKILL at random moments, again and again along one run; with two ranks, to all or to one, and then the other
+    """Send SIGKILL at random moments, repeatedly during one run. With two ranks, kill both or one; then the other one
     must end by itself."""
     rng, wanted, ends, after = random.Random(toy.seed + ranks), 3 if toy.quick else 25, [], []
     while tally.cases < wanted:
@@ -366,7 +366,7 @@ def kills(toy: Toy, ranks: int, tally: Tally) -> str:
 
 
 def count_operations(out: Path, at: int, log: Path) -> None:
-    """In this process: writes each file operation below `out` to a log, and SIGKILLs itself before number `at` (0:
+    """Log each file operation of this process below `out`, and kill the process before operation number `at` (0:
     never)."""
     n, place = 0, str(out.resolve())
 
@@ -411,8 +411,8 @@ def count_operations(out: Path, at: int, log: Path) -> None:
 
 
 def operations(toy: Toy, ranks: int, tally: Tally) -> str:
-    """SIGKILL before each file operation below --out: opening to write, mkdir, rename, unlink, rmdir, fsync. With two
-    ranks, in either."""
+    """Send SIGKILL before each file operation below --out: opening to write, mkdir, rename, unlink, rmdir, fsync. With
+    two ranks, kill either."""
     seen, out = [], toy.begun(ranks)
     logs = [Path(f"{toy.new()}.{rank}") for rank in range(ranks)]
     toy.train(out, ranks=ranks, before=lambda rank: count_operations(out, 0, logs[rank])).wait()
@@ -436,7 +436,7 @@ def operations(toy: Toy, ranks: int, tally: Tally) -> str:
                 f"killed there: {run.codes}": run.codes[rank] == -signal.SIGKILL,
                 "checkpoints verify": verified(out),
             }
-            tally.case(f"rank {rank}, before {done[at - 1]}", checks | toy.goes_on(out, ranks), run)
+            tally.case(f"rank {rank}, before {done[at - 1]}", checks | toy.check_resumed(out, ranks), run)
     counts = " + ".join(map(str, seen))
     return f"{counts} operations in two steps with a checkpoint made and one deleted; equal bit for bit"
 
@@ -446,7 +446,7 @@ def operations(toy: Toy, ranks: int, tally: Tally) -> str:
 
 
 def signals(toy: Toy, ranks: int, tally: Tally) -> str:
-    """Five signals that ask a run to end, one after another along one run; with two ranks only rank 1 gets them."""
+    """Send five signals that stop a run, one after another during one run; with two ranks only to rank 1."""
     out, took = toy.new(), []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)[
         : 1 if toy.quick else 5
@@ -461,13 +461,13 @@ def signals(toy: Toy, ranks: int, tally: Tally) -> str:
             f"exit {run.codes} is {128 + number}": run.codes == [128 + number] * ranks,
             "checkpoints verify": verified(out),
         }
-        tally.case(number.name, checks | says(run, told, "with --resume auto goes on"), run)
-    tally.case("the same run to its end", toy.goes_on(out, ranks))
+        tally.case(number.name, checks | says(run, told, "with --resume auto continues"), run)
+    tally.case("the same run to its end", toy.check_resumed(out, ranks))
     return f"saved and ended {min(took):.1f} to {max(took):.1f} s after the signal; resumed, equal bit for bit"
 
 
 def hurries(toy: Toy, ranks: int, tally: Tally) -> str:
-    """Signals at bad moments: in the set-up, in a long rollout, twice, with too little grace, and to torchrun."""
+    """Send signals at bad moments: in the set-up, in a long rollout, twice, with a short grace period, to torchrun."""
     out = toy.new()
     run = toy.train(out).wait(60, "examples of up to").send(signal.SIGTERM)
     began = time.monotonic()
@@ -510,7 +510,7 @@ def hurries(toy: Toy, ranks: int, tally: Tally) -> str:
         **says(run, "not saved within"),
         "older checkpoints verify": verified(out) and newest(out) == BEGUN,
     }
-    tally.case("SIGTERM with a grace period that is too short", checks | toy.goes_on(out, 1), run)
+    tally.case("SIGTERM with a grace period that is too short", checks | toy.check_resumed(out, 1), run)
 
     out = toy.begun(1)
     run = toy.train(out, before=slow).wait(60, f"step {BEGUN + 1}/")
@@ -524,7 +524,7 @@ def hurries(toy: Toy, ranks: int, tally: Tally) -> str:
         **says(run, "SIGINT again: not saved"),
         "older checkpoints verify": verified(out) and newest(out) == BEGUN,
     }
-    tally.case("Ctrl-C twice", checks | toy.goes_on(out, 1), run)
+    tally.case("Ctrl-C twice", checks | toy.check_resumed(out, 1), run)
     return (
         f"ended: in the set-up after {setup:.1f} s, nothing to save; in a long rollout after {rollout:.1f} s; with a "
         f"grace of 0.5 s "
@@ -533,7 +533,7 @@ def hurries(toy: Toy, ranks: int, tally: Tally) -> str:
 
 
 def workers_of(run: Run) -> dict[int, int]:
-    """rank -> process of a torchrun."""
+    """Return the process id of each rank of a torchrun."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -549,7 +549,7 @@ def workers_of(run: Run) -> dict[int, int]:
 
 
 def torchrun(toy: Toy, ranks: int, tally: Tally) -> str:
-    """torchrun asked to end; and torchrun --max-restarts with a killed and a stopped rank: it goes on by itself."""
+    """Stop torchrun by a signal; and kill or suspend a rank under torchrun --max-restarts, which restarts by itself."""
     out = toy.new()
     run = toy.torchrun(out).wait(120, f"step  2/{STEPS}").send(signal.SIGTERM).wait(60)
     checks = {
@@ -558,7 +558,7 @@ def torchrun(toy: Toy, ranks: int, tally: Tally) -> str:
     }
     tally.case(
         "SIGTERM to torchrun",
-        checks | says(run, "stopped after step", "--resume auto goes on") | toy.goes_on(out, 2),
+        checks | says(run, "stopped after step", "--resume auto continues") | toy.check_resumed(out, 2),
         run,
     )
     took = []
@@ -585,7 +585,7 @@ def torchrun(toy: Toy, ranks: int, tally: Tally) -> str:
 
 
 def silence(toy: Toy, ranks: int, tally: Tally) -> str:
-    """A rank that is stopped, or hangs in a user's reward, is named by the others after --timeout-minutes."""
+    """Suspend a rank, or let it hang in a user's reward: the others must name it after --timeout-minutes."""
     limit, took = 0.05, []
     for rank in range(ranks)[: 1 if toy.quick else ranks]:
         out = toy.new()
@@ -601,7 +601,7 @@ def silence(toy: Toy, ranks: int, tally: Tally) -> str:
         took.append(time.monotonic() - began)
         run.kill()
         checks = {f"exit {run.codes}": run.codes[1 - rank] == 1} | says(run, f"error: rank {rank} (", "--resume auto")
-        tally.case(f"rank {rank} stopped", checks | toy.goes_on(out, ranks), run)
+        tally.case(f"rank {rank} stopped", checks | toy.check_resumed(out, ranks), run)
 
         def hang(r: int, rank=rank) -> None:
             os.environ |= {"FAULT_AFTER": "8", "FAULT_SLEEP": "1000"} if r == rank else {}
@@ -614,7 +614,7 @@ def silence(toy: Toy, ranks: int, tally: Tally) -> str:
             run, f"error: rank {rank} (", "is still in reward after"
         )
         run.kill()
-        tally.case(f"rank {rank} hangs in its reward", checks | toy.goes_on(out, ranks), run)
+        tally.case(f"rank {rank} hangs in its reward", checks | toy.check_resumed(out, ranks), run)
     seconds = f"{min(took):.1f} to {max(took):.1f} s with a limit of {60 * limit:.0f} s"
     return f"named after {seconds}, with its stage; equal bit for bit"
 
@@ -624,9 +624,9 @@ def silence(toy: Toy, ranks: int, tally: Tally) -> str:
 
 
 def poison(kind: str, value: float, steps: range) -> None:
-    """In this process: the loss, the gradients or a weight becomes `value` in these 0-based steps."""
+    """Set the loss, the gradients or a weight of this process to `value` in these 0-based steps."""
     at = [-1]
-    clipped_step, forward, factor = train.clipped_step, Policy.forward, OptimConfig.factor
+    clipped_step, forward, factor = train.clip_and_step, Policy.forward, OptimConfig.lr_factor
 
     def noted_factor(self, step: int, steps: int) -> float:
         at[0] = step
@@ -648,15 +648,15 @@ def poison(kind: str, value: float, steps: range) -> None:
             next(p for p in ours if p.to_local().numel()).to_local().view(-1)[0] = value
         return found
 
-    OptimConfig.factor = noted_factor
+    OptimConfig.lr_factor = noted_factor
     if kind == "loss":
         Policy.forward = spoilt_forward
     else:
-        train.clipped_step = spoilt_step
+        train.clip_and_step = spoilt_step
 
 
 def numbers(toy: Toy, ranks: int, tally: Tally) -> str:
-    """NaN and 1e25 in reward, loss, gradient and weight, on all ranks or one."""
+    """Put NaN and 1e25 into reward, loss, gradient and weight, on all ranks or one."""
     forever = range(STEPS)
     kinds = ("loss", "gradient", "weight", "reward")
     for who in [list(range(ranks))] if ranks == 1 else [[0, 1], [1]]:
@@ -691,7 +691,7 @@ def numbers(toy: Toy, ranks: int, tally: Tally) -> str:
                     tally.case(f"{name}, once", checks | says(run, f"warning: step {BEGUN + 1} skipped 1 update"), run)
                     out = toy.begun(ranks)
                     run = toy.train(out, ranks=ranks, before=functools.partial(spoil, forever, few=True)).wait()
-                    good = complete_checkpoints(out)[-1]
+                    good = list_checkpoints(out)[-1]
                     checks = one_line(run, "2 updates in a row", f"The newest checkpoint is {good}") | {
                         "checkpoints verify": verified(out)
                     }
@@ -704,15 +704,15 @@ def numbers(toy: Toy, ranks: int, tally: Tally) -> str:
                         run = toy.train(out, ranks=ranks, before=functools.partial(spoil, range(step, step + 1))).wait()
                         checks = {f"exit {run.codes}": set(run.codes) == {1}, "checkpoints verify": verified(out)}
                         checks |= {f"newest {newest(out)}": newest(out) == BEGUN}
-                        # a weight is met by the sampler, unless it is of a token that does not occur, or when it is
-                        # to be saved
+                        # the sampler meets a bad weight, unless it belongs to a token that does not occur; then
+                        # saving meets it
                         found = ("shapes-train-",) if kind == "reward" else ("not finite", "holds NaN")
-                        checks |= {f"it says one of {found}": any(text in run.text for text in found)}
-                        tally.case(f"{name} at step {step + 1}", checks | toy.goes_on(out, ranks), run)
+                        checks |= {f"output contains one of {found}": any(text in run.text for text in found)}
+                        tally.case(f"{name} at step {step + 1}", checks | toy.check_resumed(out, ranks), run)
                         out = None
     return (
-        "updates left out and told with uids, ended after too many in a row; bad rewards and weights end the run, "
-        "nothing bad saved"
+        "updates skipped and reported with uids, run stopped after too many in a row; bad rewards and weights end the "
+        "run, nothing bad saved"
     )
 
 
@@ -721,7 +721,7 @@ def numbers(toy: Toy, ranks: int, tally: Tally) -> str:
 
 
 def flips(toy: Toy, ranks: int, tally: Tally) -> str:
-    """A flipped bit, a cut and a missing file in the newest checkpoint: noticed, named, and the older one is taken."""
+    """Flip a bit, truncate or remove a file in the newest checkpoint: this must be reported and the older one used."""
     rng, names = (
         random.Random(toy.seed),
         sorted(p.name for p in (toy.folder / f"begun{ranks}/checkpoints/step_{BEGUN:06d}").iterdir()),
@@ -740,21 +740,21 @@ def flips(toy: Toy, ranks: int, tally: Tally) -> str:
                 file.unlink()
             run = toy.train(out, ranks=ranks).wait()
             older = out / "checkpoints" / f"step_{BEGUN - EVERY:06d}"
-            told = says(run, "passed over", file, f"resumed from {older}")
+            told = says(run, "skipped: ", file, f"resumed from {older}")
             tally.case(
                 f"{harm} in {name}", {f"exit {run.codes}": run.codes == [0] * ranks} | told | toy.equal(out, ranks), run
             )
     if ranks == 1 and not toy.quick:
         out = toy.begun(ranks)
-        for checkpoint in complete_checkpoints(out):
+        for checkpoint in list_checkpoints(out):
             (checkpoint / names[-1]).write_bytes(b"")
         run = toy.train(out).wait()
         tally.case("both checkpoints damaged", one_line(run, "no intact checkpoint", names[-1]), run)
-    return f"in {', '.join(names)}: all noticed and named; the run went on from the older checkpoint, equal bit for bit"
+    return f"in {', '.join(names)}: all reported; the run continued from the older checkpoint, equal bit for bit"
 
 
 def one_folder(toy: Toy, ranks: int, tally: Tally) -> str:
-    """A second run in a folder in which one is running."""
+    """Start a second run in the folder of a running one."""
     out = toy.begun(ranks)
     first = toy.train(
         out, ranks=ranks, before=lambda rank: os.environ.update(FAULT_AFTER="0", FAULT_SLEEP="1000")
@@ -762,12 +762,12 @@ def one_folder(toy: Toy, ranks: int, tally: Tally) -> str:
     second = toy.train(out, ranks=ranks).wait(60)
     told = f"another run writes there (process {first.pids[0]} "
     checks = one_line(second, told) if ranks == 1 else says(second, told)
-    checks["the first goes on"] = not first.ended()
+    checks["the first run continues"] = not first.ended()
     first.kill()
-    tally.case("two runs", checks | toy.goes_on(out, ranks), second)
+    tally.case("two runs", checks | toy.check_resumed(out, ranks), second)
     return (
-        "the second ends with one line that names the holder; after a SIGKILL of the first, a third goes on, equal bit "
-        "for bit"
+        "the second ends with one line that names the first; after a SIGKILL of the first, a third continues, equal "
+        "bit for bit"
     )
 
 
@@ -787,7 +787,7 @@ def remount(place: Path, how: str) -> None:
 
 
 def commands(toy: Toy, parent: Path) -> dict[str, tuple[str, Path, list]]:
-    """What writes next to train.py: script, what it writes, arguments."""
+    """Return the other scripts that write files: script, written file, arguments."""
     run = toy.folder / "whole1"
     return {
         "eval": (
@@ -806,7 +806,7 @@ def commands(toy: Toy, parent: Path) -> dict[str, tuple[str, Path, list]]:
 
 
 def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
-    """No space: for a checkpoint, for a page of rollouts, at the start; for eval, merge and prepare."""
+    """Fill the disk before a checkpoint, a page of rollouts, and the start; and before eval, merge and prepare."""
     size = sum(f.stat().st_size for f in (toy.folder / f"begun{ranks}").rglob("*") if f.is_file())
     one = sum(f.stat().st_size for f in (toy.folder / f"begun{ranks}/checkpoints/step_{BEGUN:06d}").iterdir())
 
@@ -827,7 +827,7 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
             "refused before the first step": f"step {BEGUN + 1}/" not in late.text
         }
         filler.unlink()
-        tally.case("a checkpoint", checks | toy.goes_on(out, ranks), run)
+        tally.case("a checkpoint", checks | toy.check_resumed(out, ranks), run)
     if ranks > 1:
         return "one line with bytes needed and free, older checkpoints good; after space was made, equal bit for bit"
     with disk(toy, size + 4 * one) as place:
@@ -840,7 +840,7 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
         late = toy.train(out).wait()
         checks |= one_line(late, "space left") | {"refused before loading": "M parameters" not in late.text}
         filler.unlink()
-        tally.case("a page, and a start on a full disk", checks | toy.goes_on(out, ranks), run)
+        tally.case("a page, and a start on a full disk", checks | toy.check_resumed(out, ranks), run)
     for name in () if toy.quick else ("eval", "merge", "prepare"):
         with disk(toy, 2**13) as place:
             script, target, argv = commands(toy, place)[name]
@@ -850,13 +850,13 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
             checks |= says(run, "95% interval") if name == "eval" else whole  # the figures are printed before
             tally.case(name, checks, run)
     return (
-        "one line with bytes needed and free, older checkpoints good, nothing half written, eval's figures told; then "
+        "one line with bytes needed and free, older checkpoints good, nothing half written, eval's figures shown; then "
         "equal bit for bit"
     )
 
 
 def read_only(toy: Toy, ranks: int, tally: Tally) -> str:
-    """A read-only --out."""
+    """Run with a read-only --out."""
     with disk(toy, 2**26) as place:
         out = toy.begun(ranks, place)
         remount(place, "ro")
@@ -900,14 +900,14 @@ def can_mount(toy: Toy) -> bool:
         return False
 
 
-BROKE_OFF = "broke off, by a bug of this script"
+BROKE_OFF = "broke off because of a bug in this script"
 
 
 def one(toy: Toy, name: str, ranks: int, result: Path) -> None:
-    """One scenario on so many ranks, in a process of its own; its outcome as JSON."""
+    """Run one scenario on this many ranks in this (separate) process, and write its outcome as JSON."""
     function, _, title = SCENARIOS[name]
     tally, began = Tally(), time.monotonic()
-    RUNS.clear()  # those of the parent are other scenarios
+    RUNS.clear()  # the parent's runs belong to other scenarios
     text = BROKE_OFF
     try:
         text = (
@@ -934,7 +934,7 @@ def one(toy: Toy, name: str, ranks: int, result: Path) -> None:
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| scenario | ranks | cases | held | what happened | seconds |", "|---|--:|--:|--:|---|--:|"]
+    lines = ["| scenario | ranks | cases | passed | what happened | seconds |", "|---|--:|--:|--:|---|--:|"]
     for r in rows:
         lines.append(
             f"| {r['scenario']} | {r['ranks']} | {r['cases']} | {r['held']} | {r['what']} | {r['seconds']:.0f} |"
@@ -946,12 +946,12 @@ def parse_args() -> argparse.Namespace:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    p.add_argument("--only", help=f"scenarios, with commas between: {', '.join(SCENARIOS)}")
-    p.add_argument("--ranks", type=int, choices=(1, 2), help="only with so many processes")
-    p.add_argument("--short", dest="quick", action="store_true", help="a few cases of each")
-    p.add_argument("--jobs", type=int, default=1, help="scenarios at a time")
-    p.add_argument("--seed", type=int, default=0, help="of random moments and bits")
-    p.add_argument("--json", type=Path, help="also write the results there")
+    p.add_argument("--only", help=f"comma-separated scenarios: {', '.join(SCENARIOS)}")
+    p.add_argument("--ranks", type=int, choices=(1, 2), help="only with this number of processes (default: 1 and 2)")
+    p.add_argument("--short", dest="quick", action="store_true", help="only a few cases of each scenario")
+    p.add_argument("--jobs", type=int, default=1, help="scenarios in parallel")
+    p.add_argument("--seed", type=int, default=0, help="random seed of moments and bits")
+    p.add_argument("--json", type=Path, help="also write the results to this file")
     return p.parse_args()
 
 
@@ -959,7 +959,7 @@ def main() -> int:
     args = parse_args()
     names = args.only.split(",") if args.only else list(SCENARIOS)
     if unknown := [name for name in names if name not in SCENARIOS]:
-        sys.exit(f"error: --only {unknown[0]}: there are {', '.join(SCENARIOS)}")
+        sys.exit(f"error: --only {unknown[0]}: unknown scenario; choose from {', '.join(SCENARIOS)}")
     wanted = []
     for name in names:
         wanted += [(name, ranks) for ranks in SCENARIOS[name][1] if args.ranks in (None, ranks)]
@@ -985,12 +985,12 @@ def main() -> int:
                     assert result.exists(), f"{key} ended without a result: {run.text}"
                     row = rows[key] = json.loads(result.read_text())
                     print(
-                        f"{row['name']}, {row['ranks']} rank(s): {row['held']} of {row['cases']} held, "
+                        f"{row['name']}, {row['ranks']} rank(s): {row['held']} of {row['cases']} passed, "
                         f"{row['seconds']:.0f} s",
                         flush=True,
                     )
                     for failure in row["failures"]:
-                        print(f"  DID NOT HOLD {failure}", flush=True)
+                        print(f"  FAILED {failure}", flush=True)
                     if row["what"] == BROKE_OFF:
                         print(run.text, flush=True)
             time.sleep(0.05)
@@ -999,7 +999,7 @@ def main() -> int:
         shutil.rmtree(folder)
     cases, held = sum(r["cases"] for r in done), sum(r["held"] for r in done)
     print(
-        f"\n{table(done)}\n\n{held} of {cases} cases held, in {(time.monotonic() - began) / 60:.1f} minutes with "
+        f"\n{table(done)}\n\n{held} of {cases} cases passed in {(time.monotonic() - began) / 60:.1f} minutes with "
         f"--jobs {args.jobs}"
     )
     if args.json:

@@ -1,4 +1,4 @@
-"""The first hour on a GPU: does README's command run, are the results right, how fast is it? No network is used.
+"""First checks on a new GPU: does README's command run, are the results right, how fast is it? No network is used.
 
     python benchmarks/gpu.py                                  # all parts in 9 minutes, on one GPU
     python benchmarks/gpu.py --only start,correct             # or in three calls, so that each part gets more time
@@ -21,15 +21,15 @@ Parts, the most important first:
 6  sync     the weight sync, from the trainer to an engine in the same process
 7  waits    how often a micro-batch of train.update_policy makes the host wait for the GPU
 
-A part runs in child processes. If one crashes, hangs or runs out of memory, its row holds the error and the rest still
-runs. Each part has a number of seconds reserved for it, which earlier parts cannot use; it also gets the time that they
-left over. Results are written to --json after each row, and printed at the end as rows for RESULTS.md. The exit code is
-1 if anything failed or ran out of time. Without a GPU nothing starts, unless --short is given.
+A part runs in child processes. If one crashes, hangs or runs out of memory, its row holds the error and the other parts
+still run. Each part has a number of seconds reserved for it, which earlier parts cannot use; it also gets the time that
+they left unused. Results are written to --json after each row, and printed at the end as rows for RESULTS.md. The exit
+code is 1 if anything failed or ran out of time. Without a GPU nothing starts, except with --short.
 
 Needs torch >= 2.11, triton >= 3.6, transformers >= 5.17 (5.17 also needs torchvision), safetensors, numpy, pillow,
-pyarrow, tqdm and pytest, and says which are missing. vllm, trl and liger-kernel are used if installed.
+pyarrow, tqdm and pytest; missing packages are listed. vllm, trl and liger-kernel are used if installed.
 
-Tokens/s are response tokens trained on. MFU is the model's FLOPs by packing.flop_rates, divided by the time and the
+Tokens/s are response tokens trained on. MFU is the model's FLOPs by packing.flop_costs, divided by the time and the
 datasheet's dense bf16 rate. The FLOPs are one forward, two more for the backward (one with LoRA, whose base weights are
 frozen), the forward of the frozen tower, and attention over visible pairs; recomputation does not count. Copies of
 a prompt count if the update computes them; the column "MFU, prompts once" counts each prompt once. Image features are
@@ -142,7 +142,7 @@ class Report:
 
 
 def hash_code() -> str:
-    """Return a hash of all Python files. A commit would not do: there may be no git, or uncommitted changes."""
+    """Return a hash of all Python files. A commit id is not enough: there may be no git, or uncommitted changes."""
     files = sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")])
     return hashlib.sha1(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
@@ -237,7 +237,7 @@ class Parent:
         if len(logged) != steps or not all(n is not None and math.isfinite(n) and n > 0 for n in norms):
             return row | {"error": f"{len(logged)} of {steps} steps, gradient norms {norms}"}
         row |= {"s a step": logged[-1]["time/step"], "grad norm": norms[-1]}
-        row |= {"largest dlogp": max(r["rollout/max_abs_dlogp"] for r in logged)}
+        row |= {"largest dlogp": max(r["mismatch/max_abs_logprob_diff"] for r in logged)}
         row |= {"peak GiB": logged[-1]["memory/peak_gib"]} if "memory/peak_gib" in logged[-1] else {}
         return row
 
@@ -246,7 +246,7 @@ CUT = "cut: no time left"
 
 
 def end(child: subprocess.Popen) -> None:
-    """Kill a child and its descendants: by SIGABRT first, at which Python prints its stack (PYTHONFAULTHANDLER)."""
+    """Kill a child and its descendants. SIGABRT comes first, as Python then prints its stack (PYTHONFAULTHANDLER)."""
     for number in (signal.SIGABRT, signal.SIGKILL):
         if child.poll() is None:
             os.killpg(child.pid, number)
@@ -261,7 +261,7 @@ def last_words(output: str) -> str:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Return the rows of a file of JSON lines, without a last line that is half written."""
+    """Return the rows of a JSON Lines file, without an incomplete last line."""
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
 
@@ -329,9 +329,9 @@ RUNS = {  # name -> flags; a "/" begins a second run into the same folder
     "resumed": "--attn flex --steps 2 --save-every 1 / --attn flex --resume auto",
     "flex, torch": "--attn flex --kernel torch",
     "flash, torch": "--attn flash --kernel torch",
-    "PPO, value head": "--attn flex --algo ppo --epochs 2",
-    "PPO, separate critic": "--attn flex --algo ppo --epochs 2 --algo-args critic=separate",
-    "recomputed activations": "--attn flex --grad-checkpointing",
+    "PPO, value head": "--attn flex --algo ppo --update-epochs 2",
+    "PPO, separate critic": "--attn flex --algo ppo --update-epochs 2 --algo-args critic=separate",
+    "recomputed activations": "--attn flex --gradient-checkpointing",
     "tower trained": "--attn flex --train-vision all",
     "reference, KL": "--attn flex --kl-coef 0.05",
     "GSPO, 2 minibatches": "--attn flex --algo gspo --minibatches 2",
@@ -709,19 +709,19 @@ def child_head(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     shape, dtype, repeats = (16384, 3584, 152064), torch.bfloat16, 7
     if args.toy:
         shape, dtype, repeats = (64, 32, 1000), dtype if bench.GPU else torch.float32, 1
-    inputs = bench.problem(shape, dtype)
-    small = bench.problem((min(shape[0], 512), shape[1], min(shape[2], 32768)), dtype)
+    inputs = bench.make_inputs(shape, dtype)
+    small = bench.make_inputs((min(shape[0], 512), shape[1], min(shape[2], 32768)), dtype)
     doubles = tuple(x.cpu() if x.dtype == torch.long else x.double().cpu() for x in small)
     exact = bench.run_once(bench.naive_64, doubles, "full")
     for name in cases:
-        found, missing = bench.contenders([name])
+        found, missing = bench.load_implementations([name])
         if not found:
             yield {"case": name, "not here": " ".join(missing) or "needs a GPU"}
             continue
         row = {"case": name}
         try:
             for mode in ("score", "frozen", "full"):
-                runs = [bench.seconds(found[name], inputs, mode) for _ in range(repeats + 1)]
+                runs = [bench.time_once(found[name], inputs, mode) for _ in range(repeats + 1)]
                 row[f"{mode}, ms"] = 1e3 * min(runs[1:])
             if bench.GPU:
                 torch.cuda.reset_peak_memory_stats()
@@ -788,23 +788,23 @@ def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
     from layers.lora import add_lora
     from model import Policy
     from parallel import loading
-    from parallel.sharding import PLAIN, shard
+    from parallel.sharding import DEFAULT_PARALLEL, apply_fsdp
 
     master = master or (torch.bfloat16 if lora else torch.float32)
     banned = lambda v: torch.tensor([*range(EOS), v - 1])  # noqa: E731
     config = config_of(size)
-    own = {"banned": banned, "patcher": patcher_of(config)}
+    own = {"banned_token_ids": banned, "patcher": patcher_of(config)}
     processor = SimpleNamespace(merge_size=2, image_token_id=IMAGE, eos_ids=[EOS], **own)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        hf = loading.meta_hf(folder, master)
+        hf = loading.build_meta_model(folder, master)
     policy = Policy(add_lora(hf, lora) if lora else hf, processor)
     if recompute:
         policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy.train()
-    shard(policy, ctx.device, torch.bfloat16, parallel or PLAIN)
-    loading.find_stored = lambda *_: {}  # no file has weights
-    loading.find_bad = lambda *_: None  # the memory is uninitialized until the weights are drawn below
+    apply_fsdp(policy, ctx.device, torch.bfloat16, parallel or DEFAULT_PARALLEL)
+    loading.match_parameters = lambda *_: {}  # no file has weights
+    loading.find_nonfinite = lambda *_: None  # the memory is uninitialized until the weights are drawn below
     loading.load_sharded(policy, "")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -867,16 +867,18 @@ def make_batch(rollouts: list, cfg, config, ctx, tokens: int, share: bool):
     """Return the batch that train.py would pack from these rollouts, with their advantages."""
     import grpo
     import train
-    from packing import Batch, Packer, flop_rates, token_batch
+    from packing import Packer, TrainBatch, flop_costs, make_token_batch
     from utils import Meter
 
     algo = cfg.algo
     n_tokens = [len(r.response) for r in rollouts]
     weights = grpo.token_weights(n_tokens, [True] * len(rollouts), algo.loss_agg, cfg.rollout.max_new_tokens)
-    trains = grpo.may_train(train.per_group([r.reward for r in rollouts], algo), ["stop"] * len(rollouts), algo)
-    packer = Packer(tokens, IMAGE, flop_rates(config), share)
+    trains = grpo.has_gradient(
+        train.reshape_to_groups([r.reward for r in rollouts], algo), ["stop"] * len(rollouts), algo
+    )
+    packer = Packer(tokens, IMAGE, flop_costs(config), share)
     micros = packer.pack(rollouts, [i for i, t in enumerate(trains) if t])
-    batch = Batch(rollouts, token_batch(rollouts, weights), [micros])
+    batch = TrainBatch(rollouts, make_token_batch(rollouts, weights), [micros])
     train.set_advantages(batch, algo, 0.0, ctx, Meter())
     return batch
 
@@ -885,13 +887,13 @@ def flops_of(micros: list, config, lora: bool) -> float:
     """Return the FLOPs of an update by these micro-batches, counted as the top of this file says."""
     import torch
 
-    from packing import flop_rates
+    from packing import flop_costs
 
-    rates = flop_rates(config)
-    products = sum(rates.token * m.n_tokens + rates.trained_token * len(m.target_K) for m in micros)
-    pairs = rates.pair * sum(int((m.end_T - torch.arange(m.n_tokens)).sum()) for m in micros)
+    costs = flop_costs(config)
+    products = sum(costs.token * m.n_tokens + costs.trained_token * len(m.target_K) for m in micros)
+    pairs = costs.pair * sum(int((m.subtree_end_T - torch.arange(m.n_tokens)).sum()) for m in micros)
     patches = [math.prod(image.grid_thw) for image in chain.from_iterable(m.images for m in micros)]
-    tower = sum(n * (rates.patch + rates.image_pair * n + rates.window_pair * min(n, rates.window)) for n in patches)
+    tower = sum(n * (costs.patch + costs.image_pair * n + costs.window_pair * min(n, costs.window)) for n in patches)
     return (2 if lora else 3) * products + 3 * pairs + tower
 
 
@@ -908,15 +910,15 @@ def child_update(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     import torch
 
     import train
-    from layers.lora import Lora
-    from packing import Batch
+    from layers.lora import LoraConfig
+    from packing import TrainBatch
     from parallel.models import Models
     from parallel.sharding import make_optimizer
-    from report.log import Skipped
-    from utils import Meter, dist_setup
+    from report.log import SkippedUpdates
+    from utils import Meter, setup_distributed
 
-    ctx, cuda = dist_setup(), torch.cuda.is_available()
-    size, lora = "toy" if args.toy else cases[0].split()[0], Lora(64, 32.0) if "LoRA" in cases[0] else None
+    ctx, cuda = setup_distributed(), torch.cuda.is_available()
+    size, lora = "toy" if args.toy else cases[0].split()[0], LoraConfig(64, 32.0) if "LoRA" in cases[0] else None
     if cuda and args.level == 0 and torch.cuda.get_device_properties(0).total_memory < 100 * 2**30:
         args.level = 1  # level 0 is known not to fit
     tokens, recompute = LEVELS[args.level]
@@ -940,9 +942,9 @@ def child_update(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
         [micros] = batch.minibatches
         policy.attention = attn if cuda else "sdpa"
 
-        def update(batch: Batch, models=models) -> dict[str, float]:
+        def update(batch: TrainBatch, models=models) -> dict[str, float]:
             meter = Meter()
-            train.update_policy(models, batch, cfg, train.State(), ctx, meter, Skipped(Path("."), ctx))
+            train.update_policy(models, batch, cfg, train.TrainState(), ctx, meter, SkippedUpdates(Path("."), ctx))
             models.zero_grad()
             return meter.reduce(ctx)
 
@@ -977,20 +979,20 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
 
     from engines.hf import HFEngine
     from engines.launch import make_engine, size_limits
-    from layers.lora import Lora
+    from layers.lora import LoraConfig
     from model import Processor
-    from parallel.sharding import full_parameters
-    from rollout import Examples
-    from utils import dist_setup
+    from parallel.sharding import FullParameters
+    from rollout import ExampleList
+    from utils import setup_distributed
 
-    ctx = dist_setup()
+    ctx = setup_distributed()
     for case in cases:
         model, kind = case.split(", ")
         if kind == "vllm" and importlib.util.find_spec("vllm") is None:
             yield {"case": case, "not here": "vLLM is not installed"}
             continue
         size = model.split()[0]
-        policy, processor = build(size, ctx, Lora(64, 32.0) if "LoRA" in model else None, True)
+        policy, processor = build(size, ctx, LoraConfig(64, 32.0) if "LoRA" in model else None, True)
         settings, folder = ["load_format=dummy", "gpu_memory_utilization=0.3"], Path(tempfile.mkdtemp())
         if kind == "hf":
             with ctx.device:
@@ -1001,12 +1003,12 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
             processor = Processor(str(folder / "model"))
             image = SimpleNamespace(images=[None], image_sizes=[(448, 448)])  # makes vLLM keep the vision tower
             engine = make_engine("vllm", str(folder / "model"), processor, ctx, torch.bfloat16,
-                                 size_limits([Examples([image], [768])], processor, 256), settings)
+                                 size_limits([ExampleList([image], [768])], processor, 256), settings)
         times = []
         for _ in range(6):
             engine.sleep()
             began = synchronize()
-            sent = engine.sync(partial(full_parameters, policy, dtype=engine.dtype))
+            sent = engine.sync(partial(FullParameters, policy, dtype=engine.dtype))
             times.append(synchronize() - began)
             engine.wake()
         gib, best = sent["sync/bytes"] / 2**30, min(times[1:])
@@ -1025,33 +1027,33 @@ def child_waits(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     from model import VisionCache
     from parallel.models import Models
     from parallel.sharding import make_optimizer
-    from report.log import Skipped
-    from utils import Meter, dist_setup
+    from report.log import SkippedUpdates
+    from utils import Meter, setup_distributed
 
-    ctx, cuda = dist_setup(), torch.cuda.is_available()
+    ctx, cuda = setup_distributed(), torch.cuda.is_available()
     policy, processor = build("toy", ctx, None, False)
     policy.cache = VisionCache(2**30)  # as in training with a frozen tower
     optimizer = make_optimizer(policy, 0.0, 0.0)
     for case in cases:
         policy.attention = case.split(",")[0]
-        more = "--algo gspo --kl-coef 0.1 --epochs 2" if "gspo" in case else ""
+        more = "--algo gspo --kl-coef 0.1 --update-epochs 2" if "gspo" in case else ""
         cfg = train.parse_args(f"--model - --data - --out - --steps 1 --group-size 8 {more}".split())
         rollouts = draw_rollouts(policy.hf.config, 8, 8, toy=True)
         batch = make_batch(rollouts, cfg, policy.hf.config, ctx, 300, share=policy.attention != "flash")
         models = Models(policy, optimizer, reference=policy if more else None)
-        train.compute_before_update(batch, models, cfg)
+        train.compute_logprobs_and_values(batch, models, cfg)
         if more:  # two epochs were needed for the columns above; count one pass
-            cfg = replace(cfg, algo=replace(cfg.algo, epochs=1))
+            cfg = replace(cfg, algo=replace(cfg.algo, update_epochs=1))
         [micros] = batch.minibatches
 
         def count(n: int, batch=batch, micros=micros, models=models, cfg=cfg) -> Counter:
             part = replace(batch, minibatches=[micros[:n]])
-            state = train.State(kl_coef=cfg.algo.kl_coef)
+            state = train.TrainState(kl_coef=cfg.algo.kl_coef)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 if cuda:
                     torch.cuda.set_sync_debug_mode("warn")
-                train.update_policy(models, part, cfg, state, ctx, Meter(), Skipped(Path("."), ctx))
+                train.update_policy(models, part, cfg, state, ctx, Meter(), SkippedUpdates(Path("."), ctx))
                 if cuda:
                     torch.cuda.set_sync_debug_mode("default")
             waits = [w for w in caught if "called a synchronizing" in str(w.message)]

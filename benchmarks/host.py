@@ -3,13 +3,14 @@
     OMP_NUM_THREADS=1 python benchmarks/host.py                # 512 prompts x 8 responses, on 8 ranks and on 1
     OMP_NUM_THREADS=1 python benchmarks/host.py --short        # 16 prompts x 4 responses, on 2 ranks
 
-Every rank is a process that joins the others over gloo. Each prompt has an image of 600 tokens, stored as JPEG at
-another size; a response has --tokens tokens on average, and its text has formulas. The functions are those of train.py,
-with the configuration of a toy model; nothing is sampled and no model runs. Each figure is the CPU time in seconds of
-the slowest rank, summed over the threads of its process. Wall time would mean little, as ranks may outnumber cores.
+Every rank is a separate process; the ranks communicate over gloo. Each prompt has an image of 600 tokens, stored as
+JPEG at another size; a response has --tokens tokens on average, and its text contains formulas. The functions are those
+of train.py, with the configuration of a toy model; nothing is sampled and no model runs. Each figure is the CPU time in
+seconds of the slowest rank, summed over the threads of its process. Wall time would mean little, because there may be
+more ranks than cores.
 
 prompts    decode, resize and tokenize the rank's images and prompts (rollout.make_prompts)
-balance    compute each group's FLOPs, send groups to their ranks, pack, make the token columns (train.make_batch)
+balance    compute each group's FLOPs, send groups to their ranks, pack, make the token columns (train.pack_batch)
 patches    cut the images of each micro-batch into patches, each image once
 columns    compute the metrics of rollouts, and advantages
 report     send records of samples to rank 0, write the page and curves
@@ -36,18 +37,18 @@ from PIL import Image  # noqa: E402
 import demo  # noqa: E402
 import train  # noqa: E402
 from model import Processor, load_config  # noqa: E402
-from packing import Packer, flop_rates  # noqa: E402
+from packing import Packer, flop_costs  # noqa: E402
 from prepare_data import Example  # noqa: E402
 from report.log import RunLog  # noqa: E402
 from report.metrics import rollout_metrics  # noqa: E402
 from rollout import GroupPool, Prompt, Rollout, make_prompts  # noqa: E402
-from utils import Context, Meter, dist_setup  # noqa: E402
+from utils import DistContext, Meter, setup_distributed  # noqa: E402
 
 TEXT = "so the angle $\\frac{180 - 2x}{3}$ equals \\(x^2\\) and then by Pythagoras **side** is $\\sqrt{3}$ cm\n"
 
 
 def make_examples(n: int) -> list[Example]:
-    """Return examples whose images must be decoded and resized: 16 JPEG files, in each row with different bytes."""
+    """Return examples whose images must be decoded and resized: 16 JPEG images, as files that differ in every row."""
     rng = np.random.default_rng(0)
     files = []
     for _ in range(16):
@@ -78,9 +79,9 @@ def make_rollouts(prompts: list[Prompt], group: int, n_tokens: int) -> list[Roll
 
 
 class Timer:
-    """A timer of CPU seconds: each call records, under a name, the slowest rank's since the call before."""
+    """A timer of CPU seconds. Each call records, under a name, the slowest rank's CPU time since the previous call."""
 
-    def __init__(self, ctx: Context):
+    def __init__(self, ctx: DistContext):
         self.ctx, self.since, self.seconds = ctx, time.process_time(), {}
 
     def __call__(self, name: str) -> None:
@@ -91,24 +92,24 @@ class Timer:
 
 def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    ctx = dist_setup()
+    ctx = setup_distributed()
     flags = f"--model {args.model} --data - --out {args.out} --steps 1000 --micro-tokens 32768"
     flags += f" --prompts-per-step {args.prompts} --group-size {args.group}"
     cfg = train.parse_args(flags.split())
     processor = Processor(args.model, 4 * 28 * 28, 600 * 28 * 28)
     examples = make_examples(args.prompts)
-    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_rates(load_config(args.model)))
+    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_costs(load_config(args.model)))
     log = RunLog(cfg, ctx, None, 0)
     pool = GroupPool(cfg.algo, cfg.rollout, 0, ctx)
     timer = Timer(ctx)
-    prompts = make_prompts([examples[i] for i in range(ctx.rank, pool.wanted, ctx.world)], processor)
+    prompts = make_prompts([examples[i] for i in range(ctx.rank, pool.target_groups, ctx.world)], processor)
     timer("prompts")
     assert prompts[0].images[0].n_tokens == 600
     rollouts = make_rollouts(prompts, args.group, args.tokens)
     pool.add(rollouts, [r.rewards for r in rollouts])
     timer("(made up)")
     meter = Meter()
-    batch = train.make_batch(pool, cfg, packer, ctx, meter)
+    batch = train.pack_batch(pool, cfg, packer, ctx, meter)
     timer("balance")
     for micro in chain.from_iterable(batch.minibatches):
         for image in {image.key: image for image in micro.images}.values():
@@ -118,12 +119,12 @@ def measure(args: argparse.Namespace) -> None:
     train.set_advantages(batch, cfg.algo, 0.0, ctx, meter)
     timer("columns")
     began = time.perf_counter()
-    log.step(1, metrics)
+    log.log_step(1, metrics)
     log.report(1, batch, metrics)
     waits = time.perf_counter() - began
     log.close()
     timer("report")
-    if ctx.main:
+    if ctx.is_main:
         timer.seconds.pop("(made up)")
         shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in timer.seconds.items())
         print(f"{ctx.world} rank(s), {args.prompts} prompts x {args.group} x {args.tokens} tokens: {shown}; "
@@ -137,7 +138,7 @@ def main() -> None:
     p.add_argument("--tokens", type=int, default=1000, help="mean tokens per response")
     p.add_argument("--ranks", type=int, nargs="+", default=[8, 1], help="numbers of ranks to measure")
     p.add_argument("--short", action="store_true", help="16 prompts x 4 x 50 tokens, on 2 ranks")
-    p.add_argument("--model", help=argparse.SUPPRESS)  # given to the process of a rank
+    p.add_argument("--model", help=argparse.SUPPRESS)  # only passed to the processes of ranks
     p.add_argument("--out", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.short:

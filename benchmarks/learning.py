@@ -1,17 +1,17 @@
-"""Does it learn? Accuracy on unseen images over samples and seconds, from the same warm starts.
+"""Learning curves: accuracy on unseen images over samples and seconds, from the same warm starts.
 
     python benchmarks/learning.py trl           # TRL's GRPOTrainer and train.py: shapes and digits, three seeds
     python benchmarks/learning.py algorithms    # our nine algorithms on digits, which does not saturate, five seeds
 
-Further flags go to train.py, e.g. `--steps 20`; TRL gets the same values. What is there already is not made again: a
-warm start, a run. Writes OUT/TASK/seedS/... and the plots and tables OUT/*.png, OUT/*.md.
+Further flags are passed to train.py, e.g. `--steps 20`; TRL gets the same values. Existing warm starts and finished
+runs are kept and not repeated. Writes OUT/TASK/seedS/..., and plots and tables to OUT/*.png and OUT/*.md.
 
-trl: both sides have the same weights to start from, prompts in the same order, rewards, AdamW, learning rates, clipping
-of gradients, numbers of prompts and samples. They differ in the random numbers that they sample with. Their two
-processes, of one thread each, run at the same time, so that other work on the machine delays both. Seconds are of the
-processor, children's included, and leave out loading and the evaluations, which our code makes for both sides.
+trl: both sides have the same initial weights, order of prompts, rewards, AdamW settings, learning rates, gradient
+clipping, and numbers of prompts and samples. They differ in the random numbers used for sampling. Their two processes,
+with one thread each, run at the same time, so that other load on the machine slows both. Seconds are CPU seconds,
+including child processes; they exclude loading and the evaluations, which our code runs for both sides.
 
-algorithms: every one has all settings of the demo of digits and its own preset, but for MORE.
+algorithms: all use the settings of the digits demo and their own preset; MORE lists the exceptions.
 """
 
 import argparse
@@ -48,18 +48,18 @@ from engines.hf import HFEngine  # noqa: E402
 from errors import need  # noqa: E402
 from grpo import PRESETS  # noqa: E402
 from model import Processor, VisionCache, load_hf  # noqa: E402
-from prepare_data import ReadingConfig, read_examples  # noqa: E402
-from report.files import read_rows, write_text  # noqa: E402
-from rewards.grade import Grader, score  # noqa: E402
+from prepare_data import DataFormatConfig, read_examples  # noqa: E402
+from report.run_files import read_rows, write_text  # noqa: E402
+from rewards.grade import Grader, grade  # noqa: E402
 from rewards.order import make_order  # noqa: E402
-from rollout import Prompt, Sampling, response_text  # noqa: E402
-from utils import Stages, dist_setup, run_script  # noqa: E402
+from rollout import Prompt, SamplingParams, response_text  # noqa: E402
+from utils import StepTimer, run_script, setup_distributed  # noqa: E402
 
 T = TypeVar("T")
-PER_ROUND = 256  # samples, with the demo's settings
+PER_BATCH = 256  # samples, with the demo's settings
 SIDES = ("trl", "ours")
-LEVELS = {"shapes": 0.9, "digits": 0.5}  # of accuracy; both sides' times to it are compared
-# In a single update every ratio is 1, and three losses would be GRPO's; a critic's default lr is for large models
+LEVELS = {"shapes": 0.9, "digits": 0.5}  # accuracy levels; the times of both sides to reach them are compared
+# In a single update every ratio is 1, so three losses would equal GRPO's; the critic's default lr suits large models
 MORE = dict.fromkeys(("gspo", "cispo", "sapo"), ["--minibatches", "4"]) | {"ppo": ["--algo-args", "critic_lr=1e-3"]}
 
 
@@ -73,14 +73,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     sub = p.add_subparsers(dest="command", required=True)
     trl = sub.add_parser("trl", help="TRL's GRPOTrainer and train.py", allow_abbrev=False)
     algorithms = sub.add_parser("algorithms", help="our nine algorithms on digits", allow_abbrev=False)
-    side = sub.add_parser("side", help="one run of `trl`, which starts it", allow_abbrev=False)
-    trl.add_argument("--tasks", nargs="+", default=list(LEVELS), help="any whose file draws scenes")
-    algorithms.add_argument("--algos", nargs="+", default=list(PRESETS), choices=list(PRESETS), help="grpo among them")
-    algorithms.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    side = sub.add_parser("side", help="one run of `trl` (started by it)", allow_abbrev=False)
+    trl.add_argument("--tasks", nargs="+", default=list(LEVELS), help="tasks whose files draw scenes")
+    algorithms.add_argument("--algos", nargs="+", default=list(PRESETS), choices=list(PRESETS), help="grpo is needed")
+    algorithms.add_argument("--jobs", type=int, default=2, help="runs in parallel")
     for q, seeds in ((trl, 3), (algorithms, 5)):
-        q.add_argument("--seeds", nargs="+", type=int, default=list(range(seeds)), help="a warm start each")
+        q.add_argument("--seeds", nargs="+", type=int, default=list(range(seeds)), help="one warm start each")
         q.add_argument("--out", type=Path, default=ROOT / "out/learning", help="folder to write")
-        q.add_argument("--short", action="store_true", help="does it run? One seed, one task, two tiny steps")
+        q.add_argument("--short", action="store_true", help="only check that it runs: one seed, task; two steps")
     side.add_argument("side", choices=SIDES)
     args, args.flags = p.parse_known_args(argv)
     if args.command != "side":
@@ -92,7 +92,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What all runs share
+# Code for all runs
 
 
 def command(script: str, *flags: object) -> list[str]:
@@ -100,7 +100,7 @@ def command(script: str, *flags: object) -> list[str]:
 
 
 def make_start(folder: Path, task: str, seed: int, short: bool) -> None:
-    """Images to train and test on, a random toy and its warm start, by the commands of the demo."""
+    """Create training and test data, a random toy model and its warm start, with the commands of the demo."""
     seeded = ("--seed", seed)
     n_train, n_test, warm = (12, 5, ["--see-steps", 1, "--habit-steps", 1]) if short else (2000, 400, [])
     makers = {
@@ -115,10 +115,16 @@ def make_start(folder: Path, task: str, seed: int, short: bool) -> None:
 
 
 def settings(folder: Path, task: str, seed: int, more: Sequence[str]) -> list[str]:
-    """Flags of train.py but for --out: those of the demo's RL stage, without files on the way."""
-    plan = demo.plan_of(task)
+    """Return the flags of train.py except --out: those of the demo's RL run, without intermediate checkpoints."""
+    plan = demo.load_demo_config(task)
     flags = ["--model", folder / "start", "--data", folder / "train.parquet", "--eval-data", folder / "test.parquet"]
-    flags += [*demo.TRAINING.split(), "--max-new-tokens", demo.longest_reply(folder / "base", task), "--seed", seed]
+    flags += [
+        *demo.TRAIN_FLAGS.split(),
+        "--max-new-tokens",
+        demo.max_reply_tokens(folder / "base", task),
+        "--seed",
+        seed,
+    ]
     flags += ["--steps", plan.steps, "--save-every", 1000, "--reward-workers", 0, *more]
     return list(map(str, flags))
 
@@ -128,41 +134,41 @@ def settings(folder: Path, task: str, seed: int, more: Sequence[str]) -> list[st
 
 
 def clock() -> tuple[float, float]:
-    """Seconds of the processor, this process's and its children's, and of the wall."""
+    """Return the CPU seconds of this process and its children, and the wall-clock seconds."""
     return sum(os.times()[:4]), time.perf_counter()
 
 
 class Recorder:
-    """Of one side: a row for every step, with its seconds so far, evaluations left out. The first of these starts the
-    clock."""
+    """A recorder of one side: a row for every step with the seconds so far, without evaluations. The first evaluation
+    starts the clock."""
 
     def __init__(self):
         self.rows: list[dict] = []
         self.accuracy: dict[int, float] = {}  # by step
-        self.prompts = ""  # the examples and the token ids of the step's prompts, as a hash
-        self.began = self.away = (0.0, 0.0)
+        self.prompts = ""  # hash of the examples and token ids of the step's prompts
+        self.start = self.excluded = (0.0, 0.0)
 
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> dict[str, float]:
         metrics = self.uncounted(evaluation)
         self.accuracy[step] = metrics["eval/accuracy"]
         if self.accuracy.keys() == {0}:
-            self.began = clock()
-            self.away = (0.0, 0.0)
+            self.start = clock()
+            self.excluded = (0.0, 0.0)
         return metrics
 
     def uncounted(self, do: Callable[[], T]) -> T:
-        """What is no part of learning."""
-        before = clock()
-        done = do()
-        self.away = tuple(sum(of) for of in zip(self.away, elapsed(before), strict=True))
-        return done
+        """Call `do` without counting its time."""
+        start = clock()
+        result = do()
+        self.excluded = tuple(sum(pair) for pair in zip(self.excluded, elapsed(start), strict=True))
+        return result
 
-    def asked(self, uids: Sequence[str], token_ids: Sequence[Sequence[int]]) -> None:
-        asked = [[uid, list(ids)] for uid, ids in zip(uids, token_ids, strict=True)]
-        self.prompts = hashlib.sha1(json.dumps(asked).encode()).hexdigest()
+    def record_prompts(self, uids: Sequence[str], token_ids: Sequence[Sequence[int]]) -> None:
+        prompts = [[uid, list(ids)] for uid, ids in zip(uids, token_ids, strict=True)]
+        self.prompts = hashlib.sha1(json.dumps(prompts).encode()).hexdigest()
 
     def step(self, step: int, lr: float) -> None:
-        cpu, wall = (now - away for now, away in zip(elapsed(self.began), self.away, strict=True))
+        cpu, wall = (total - excluded for total, excluded in zip(elapsed(self.start), self.excluded, strict=True))
         self.rows.append({"step": step, "cpu": cpu, "wall": wall, "lr": lr, "prompts": self.prompts})
 
     def write(self, cfg: train.Config) -> None:
@@ -177,22 +183,22 @@ def elapsed(since: tuple[float, float]) -> list[float]:
 
 
 def our_side(cfg: train.Config, recorder: Recorder) -> None:
-    """train.py itself, watched."""
-    evaluate, make_prompts, log_step = train.Evaluation.run, rollout.make_prompts, train.RunLog.step
+    """Run train.py itself and record its steps and evaluations."""
+    evaluate, make_prompts, log_step = train.Evaluation.run_during_training, rollout.make_prompts, train.RunLog.log_step
 
-    def evaluated(self, log: train.RunLog, stage: Stages, step: int) -> dict[str, float]:
+    def evaluated(self, log: train.RunLog, stage: StepTimer, step: int) -> dict[str, float]:
         return recorder.evaluate(step, lambda: evaluate(self, log, stage, step))
 
     def prompts_made(examples: Sequence, *more: object, **named: object) -> list[Prompt]:
         prompts = make_prompts(examples, *more, **named)
-        recorder.asked([example.uid for example in examples], [prompt.token_ids for prompt in prompts])
+        recorder.record_prompts([example.uid for example in examples], [prompt.token_ids for prompt in prompts])
         return prompts
 
     def logged(self, step: int, metrics: dict[str, float]) -> None:
         recorder.step(step, metrics["lr"])
         recorder.uncounted(lambda: log_step(self, step, metrics))  # it draws curves; TRL does not log
 
-    train.Evaluation.run, rollout.make_prompts, train.RunLog.step = evaluated, prompts_made, logged
+    train.Evaluation.run_during_training, rollout.make_prompts, train.RunLog.log_step = evaluated, prompts_made, logged
     train.main(cfg)
 
 
@@ -201,49 +207,49 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
 
     out, n_samples = Path(cfg.run.out), cfg.algo.group_size
     processor = Processor(cfg.model.model)
-    examples, test = (read_examples(file, ReadingConfig())[0] for file in (cfg.data.data, cfg.data.eval_data))
+    examples, test = (read_examples(file, DataFormatConfig())[0] for file in (cfg.data.data, cfg.data.eval_data))
     by_uid = {example.uid: example for example in examples}
     curriculum = make_order(None, examples, cfg.rollout.prompts_per_step, cfg.run.seed)
-    batches = [curriculum.batch(step, step, 0, {}) for step in range(cfg.run.steps)]
-    asked: list[list[int]] = []
+    batches = [curriculum.select_batch(step, step, 0, {}) for step in range(cfg.run.steps)]
+    prompt_ids: list[list[int]] = []
 
     def graded(completion_ids: list[list[int]], uid: list[str], **_: object) -> list[float]:
-        recorder.asked(uid[::n_samples], asked[::n_samples])
+        recorder.record_prompts(uid[::n_samples], prompt_ids[::n_samples])
         texts = [response_text(processor, ids) for ids in completion_ids]
         ends = ["stop" if ids[-1] in processor.eos_ids else "length" for ids in completion_ids]
         responses = zip(texts, uid, ends, strict=True)
-        return [score(text, by_uid[of], finish_reason=end)["reward"] for text, of, end in responses]
+        return [grade(text, by_uid[key], finish_reason=end)["reward"] for text, key, end in responses]
 
-    banned = processor.banned(load_hf(cfg.model.model).config.text_config.vocab_size)
-    told = {"max_steps": cfg.run.steps, "max_grad_norm": cfg.optim.max_grad_norm, "seed": cfg.run.seed}
-    told |= {"num_generations": n_samples, "per_device_train_batch_size": cfg.rollout.prompts_per_step * n_samples}
-    told |= {"max_completion_length": cfg.rollout.max_new_tokens, "loss_type": "dapo"}  # every token counts the same
-    told |= {"reward": graded, "generation_kwargs": {"suppress_tokens": banned.tolist()}}
-    trainer = make_trainer(Path(cfg.model.model), list(chain.from_iterable(batches)), out, **told)
+    banned = processor.banned_token_ids(load_hf(cfg.model.model).config.text_config.vocab_size)
+    changes = {"max_steps": cfg.run.steps, "max_grad_norm": cfg.optim.max_grad_norm, "seed": cfg.run.seed}
+    changes |= {"num_generations": n_samples, "per_device_train_batch_size": cfg.rollout.prompts_per_step * n_samples}
+    changes |= {"max_completion_length": cfg.rollout.max_new_tokens, "loss_type": "dapo"}  # equal token weights
+    changes |= {"reward": graded, "generation_kwargs": {"suppress_tokens": banned.tolist()}}
+    trainer = make_trainer(Path(cfg.model.model), list(chain.from_iterable(batches)), out, **changes)
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     adamw = {"lr": cfg.optim.lr, "betas": (0.9, 0.999), "weight_decay": cfg.optim.weight_decay, "fused": True}
     trainer.optimizer = torch.optim.AdamW(trained, **adamw)
-    schedule = partial(cfg.optim.factor, steps=cfg.run.steps)
+    schedule = partial(cfg.optim.lr_factor, steps=cfg.run.steps)
     trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, schedule)
     tokenize = trainer._tokenize_prompts
 
     def tokenized(prompts: list) -> tuple:
-        found = tokenize(prompts)
-        asked[:] = found[0]
-        return found
+        result = tokenize(prompts)
+        prompt_ids[:] = result[0]
+        return result
 
     trainer._tokenize_prompts = tokenized
-    ctx = dist_setup()
+    ctx = setup_distributed()
     engine = HFEngine(load_hf(cfg.model.model), processor, ctx.device, VisionCache(2**31))
-    greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
+    greedy = SamplingParams(cfg.rollout.max_new_tokens, temperature=0.0)
     evaluation = train.Evaluation(engine, test, processor, Grader(cfg.reward), ctx, greedy)
-    log = SimpleNamespace(evaluated=lambda *of: None)  # nothing is drawn
+    log = SimpleNamespace(save_evaluation=lambda *_: None)  # draws nothing
 
     class Watch(transformers.TrainerCallback):
-        """The learning rate before the scheduler's step, then the step, then perhaps an evaluation."""
+        """Records the learning rate before the scheduler's step, then the step, and runs evaluations."""
 
         def on_train_begin(self, *_: object, **__: object) -> None:
-            recorder.evaluate(0, lambda: evaluation.run(log, Stages(), 0))
+            recorder.evaluate(0, lambda: evaluation.run_during_training(log, StepTimer(), 0))
 
         def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
             self.lr = trainer.optimizer.param_groups[0]["lr"]
@@ -251,12 +257,12 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
         def on_step_end(self, args: object, state: transformers.TrainerState, *_: object, **__: object) -> None:
             step = state.global_step
             recorder.step(step, self.lr)
-            if evaluation.due(cfg.run, step):
+            if evaluation.is_due(cfg.run, step):
                 recorder.evaluate(step, self.evaluated)
 
         def evaluated(self) -> dict[str, float]:
             engine.load_weights(trainer.model.named_parameters())
-            return evaluation.run(log, Stages(), trainer.state.global_step)
+            return evaluation.run_during_training(log, StepTimer(), trainer.state.global_step)
 
     trainer.add_callback(Watch())
     trainer.train()
@@ -282,7 +288,7 @@ def run_both(args: argparse.Namespace) -> None:
             flags = [*settings(folder, task, seed, ["--eval-every", "5", *args.flags]), "--out", str(folder / side)]
             running.append(logged(command(__file__, "side", side, *flags), folder / f"{side}.log"))
         failed = [side for side, process in zip(SIDES, running, strict=True) if process.wait()]
-        need(not failed, f"{task}, seed {seed}: {', '.join(failed)} failed, see the logs in {folder}")
+        need(not failed, f"{task}, seed {seed}: {', '.join(failed)} failed; see the logs in {folder}")
 
 
 def logged(words: list[str], file: Path) -> subprocess.Popen:
@@ -295,13 +301,13 @@ def logged(words: list[str], file: Path) -> subprocess.Popen:
 
 
 def run_algorithms(args: argparse.Namespace) -> None:
-    """Those that are not finished, so many at a time."""
+    """Run all algorithms and seeds that are not finished, --jobs at a time."""
     folders = {seed: args.out / "digits" / f"seed{seed}" for seed in args.seeds}
     for seed, folder in folders.items():
         make_start(folder, "digits", seed, args.short)
 
     def run(seed_algo: tuple[int, str]) -> int:
-        """Its exit status."""
+        """Run train.py unless it has finished, and return its exit status."""
         seed, algo = seed_algo
         out = folders[seed] / algo
         more = ["--algo", algo, *MORE.get(algo, []), "--eval-every", "10", *args.flags, "--out", str(out)]
@@ -315,7 +321,7 @@ def run_algorithms(args: argparse.Namespace) -> None:
 
     with ThreadPoolExecutor(args.jobs) as pool:
         failed = sum(map(bool, pool.map(run, product(args.seeds, args.algos))))
-    need(not failed, f"{failed} runs failed, see their logs in {args.out / 'digits'}; the others are not made again")
+    need(not failed, f"{failed} runs failed; see their logs in {args.out / 'digits'}. Finished runs are kept")
 
 
 def finished(out: Path, steps: int) -> bool:
@@ -330,14 +336,14 @@ BLUE, ORANGE, GREY = "#1f5fa8", "#c0561f", "#8a8a8a"
 
 
 class Paired(NamedTuple):
-    """The mean of differences of pairs, its 95% interval and the p-value of the paired t-test."""
+    """The mean of paired differences, its 95% confidence interval and the p-value of the paired t-test."""
 
     mean: float
     low: float
     high: float
     p: float
 
-    def told(self, form: str = "+.3f") -> str:
+    def describe(self, form: str = "+.3f") -> str:
         mean, low, high = (format(x, form) for x in self[:3])
         return f"{mean} ({low} to {high})" if self.low < self.high else mean
 
@@ -350,13 +356,13 @@ def paired(values: Sequence[float], others: Sequence[float]) -> Paired:
 
 
 def ratio(values: Sequence[float], others: Sequence[float]) -> str:
-    """The geometric mean of what a value is of the other, with its interval."""
-    of_logs = paired(np.log(values), np.log(others))
-    return Paired(*np.exp(of_logs)).told(".2f")
+    """Return the geometric mean of the ratios of values to others, with its confidence interval."""
+    log_ratio = paired(np.log(values), np.log(others))
+    return Paired(*np.exp(log_ratio)).describe(".2f")
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values that hold for all of so many comparisons together.   Holm 1979"""
+    """Return p-values adjusted for the number of comparisons (Holm 1979)."""
     adjusted, least = [1.0] * len(p_values), 0.0
     for rank, i in enumerate(np.argsort(p_values)):
         least = max(least, min(1.0, p_values[i] * (len(p_values) - rank)))
@@ -365,7 +371,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def first_reach(rows: Sequence[dict], level: float, axis: str) -> float:
-    """Where an accuracy is reached, on the straight line between two evaluations; nan if it is not."""
+    """Return where an accuracy is reached on `axis`, interpolated between two evaluations; nan if it is not reached."""
     for before, after in pairwise(rows):
         if before["accuracy"] < level <= after["accuracy"]:
             part = (level - before["accuracy"]) / (after["accuracy"] - before["accuracy"])
@@ -374,21 +380,21 @@ def first_reach(rows: Sequence[dict], level: float, axis: str) -> float:
 
 
 def read_sides(folder: Path) -> dict[str, list[dict]]:
-    """The curves of a seed, of evaluated steps, if both sides were asked the same with the same learning rates."""
+    """Return the evaluated steps of both sides for a seed, after checking that prompts and learning rates are equal."""
     curves = {side: json.loads((folder / side / "curve.json").read_text()) for side in SIDES}
     for a, b in list(zip(*curves.values(), strict=True))[1:]:
         same = a["prompts"] == b["prompts"] and math.isclose(a["lr"], b["lr"])
-        assert same, f"{folder}: the sides differ in the prompts or the learning rate of step {a['step']}"
+        assert same, f"{folder}: the sides differ in the prompts or the learning rate at step {a['step']}"
     return {side: [row for row in rows if row["accuracy"] is not None] for side, rows in curves.items()}
 
 
 def report_both(args: argparse.Namespace) -> None:
-    """Curves of both sides over samples and over seconds, and what they differ by."""
+    """Plot the curves of both sides over samples and over seconds, and write a table of their differences."""
     lines, figure = [], new_figure(8, 2.7 * len(args.tasks))
     panels = figure.subplots(len(args.tasks), 2, sharey="row", squeeze=False)
     for task, row in zip(args.tasks, panels, strict=True):
         seeds = [read_sides(args.out / task / f"seed{seed}") for seed in args.seeds]
-        lines += table_of_both(task, seeds)
+        lines += comparison_table(task, seeds)
         for axes, (axis, name) in zip(row, {"samples": "samples", "cpu": "CPU seconds"}.items(), strict=True):
             for side, (name_of_side, colour) in {"trl": ("TRL", ORANGE), "ours": ("train.py", BLUE)}.items():
                 x = np.mean([[r[axis] for r in seed[side]] for seed in seeds], axis=0)
@@ -403,7 +409,7 @@ def report_both(args: argparse.Namespace) -> None:
     write(figure, args.out / "learning_vs_trl", lines)
 
 
-def table_of_both(task: str, seeds: Sequence[dict[str, list[dict]]]) -> list[str]:
+def comparison_table(task: str, seeds: Sequence[dict[str, list[dict]]]) -> list[str]:
     level = LEVELS.get(task, 0.9)
     measured = {
         "accuracy before": lambda rows: rows[0]["accuracy"],
@@ -414,46 +420,51 @@ def table_of_both(task: str, seeds: Sequence[dict[str, list[dict]]]) -> list[str
         "CPU seconds a step": lambda rows: rows[-1]["cpu"] / rows[-1]["step"],
         "wall seconds a step": lambda rows: rows[-1]["wall"] / rows[-1]["step"],
     }
-    lines = ["", f"| {task}, each seed | TRL | train.py | train.py - TRL, or its share |", "|---|--:|--:|--:|"]
+    lines = ["", f"| {task}, each seed | TRL | train.py | difference (train.py - TRL) or ratio |", "|---|--:|--:|--:|"]
     for name, value in measured.items():
         theirs, ours = ([value(seed[side]) for seed in seeds] for side in SIDES)
-        form, compared = (".3f", paired(ours, theirs).told()) if "accuracy" in name else (".4g", ratio(ours, theirs))
+        form, change = (".3f", paired(ours, theirs).describe()) if "accuracy" in name else (".4g", ratio(ours, theirs))
         cells = [", ".join(format(x, form) for x in values) for values in (theirs, ours)]
-        lines.append(f"| {name} | {' | '.join(cells)} | {compared} |")
+        lines.append(f"| {name} | {' | '.join(cells)} | {change} |")
     theirs, ours = (np.array([[row["accuracy"] for row in seed[side]] for seed in seeds]) for side in SIDES)
     gaps = (ours - theirs).mean(axis=0)
     widest = np.abs(gaps).argmax()
     step = seeds[0]["ours"][widest]["step"]
-    return [*lines, "", f"{task}: mean accuracies are farthest apart after step {step}: {gaps[widest]:+.3f}"]
+    return [*lines, "", f"{task}: largest difference of mean accuracies, after step {step}: {gaps[widest]:+.3f}"]
 
 
 def report_algorithms(args: argparse.Namespace) -> None:
-    """Accuracy after the last step and over the run, and its paired differences from grpo's, as a table and a plot."""
+    """Write a table and a plot of the accuracy after the last step and over the run, paired with grpo's."""
     rows, curves, others = {}, {}, [algo for algo in args.algos if algo != "grpo"]
     for algo in args.algos:
         rows[algo] = [read_rows(args.out / f"digits/seed{seed}/{algo}/metrics.jsonl") for seed in args.seeds]
-        curves[algo] = np.array([[row["eval/accuracy"] for row in of if "eval/accuracy" in row] for of in rows[algo]])
+        curves[algo] = np.array([[row["eval/accuracy"] for row in run if "eval/accuracy" in row] for run in rows[algo]])
     steps = [row["step"] for row in rows["grpo"][0] if "eval/accuracy" in row]
     measures = {
         f"after {steps[-1]} steps": {algo: curve[:, -1] for algo, curve in curves.items()},
         f"mean of {len(steps) - 1} evaluations": {algo: curve[:, 1:].mean(axis=1) for algo, curve in curves.items()},
     }
-    found = {name: {algo: paired(of[algo], of["grpo"]) for algo in others} for name, of in measures.items()}
+    differences_by_measure = {
+        name: {algo: paired(values[algo], values["grpo"]) for algo in others} for name, values in measures.items()
+    }
     after = next(iter(measures.values()))
     columns = list(chain.from_iterable((f"{name}, minus grpo's", "p, Holm") for name in measures))
     lines = [f"| algorithm | after | each seed | {' | '.join(columns)} | samples |", f"|---|--:|---|{'--:|' * 5}"]
     for algo in args.algos:
         compared = []
-        for differences in found.values():
+        for differences in differences_by_measure.values():
             adjusted = dict(zip(others, holm([differences[other].p for other in others]), strict=True))
-            compared += [differences[algo].told(), f"{adjusted[algo]:.2g}"] if algo in others else ["", ""]
-        rounds = [sum(row.get("sampling/rounds", 1) for row in of if "reward/mean" in row) for of in rows[algo]]
+            compared += [differences[algo].describe(), f"{adjusted[algo]:.2g}"] if algo in others else ["", ""]
+        batches = [sum(row.get("sampling/batches", 1) for row in run if "reward/mean" in row) for run in rows[algo]]
         each = ", ".join(format(x, ".3f") for x in after[algo])
-        cells = [algo, f"{after[algo].mean():.3f}", each, *compared, f"{PER_ROUND * fmean(rounds):,.0f}"]
+        cells = [algo, f"{after[algo].mean():.3f}", each, *compared, f"{PER_BATCH * fmean(batches):,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    halves = [np.median([(x.high - x.low) / 2 for x in differences.values()]) for differences in found.values()]
-    told = ", ".join(f"{half:.3f} {name}" for name, half in zip(measures, halves, strict=True))
-    lines += ["", f"Before RL {curves['grpo'][:, 0].mean():.3f}. Half of an interval, median: {told}"]
+    halves = [
+        np.median([(x.high - x.low) / 2 for x in differences.values()])
+        for differences in differences_by_measure.values()
+    ]
+    half_widths = ", ".join(f"{half:.3f} {name}" for name, half in zip(measures, halves, strict=True))
+    lines += ["", f"Before RL {curves['grpo'][:, 0].mean():.3f}. Median half-width of the intervals: {half_widths}"]
 
     figure = new_figure(9, 4.2)
     left, right = figure.subplots(1, 2)
@@ -461,19 +472,21 @@ def report_algorithms(args: argparse.Namespace) -> None:
     for algo in args.algos:
         left.plot(steps, curves[algo].mean(axis=0), "o-", markersize=3, linewidth=1.2, label=algo)
     left.set_title(f"mean accuracy of {len(args.seeds)} seeds", fontsize=9, loc="left")
-    left.set_xlabel("RL step (grey: grpo's lowest to highest seed)", fontsize=8)
+    left.set_xlabel("RL step (grey: range of grpo's seeds)", fontsize=8)
     left.set_ylabel("greedy accuracy, 400 unseen images", fontsize=8)
     left.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
-    for shift, (name, differences), colour in zip((-0.15, 0.15), found.items(), (BLUE, ORANGE), strict=True):
-        for place, algo in enumerate(others):
+    for shift, (name, differences), colour in zip(
+        (-0.15, 0.15), differences_by_measure.items(), (BLUE, ORANGE), strict=True
+    ):
+        for y, algo in enumerate(others):
             mean, low, high, _ = differences[algo]
-            right.plot([low, high], [place + shift] * 2, color=colour, linewidth=1.6)
-            right.plot(mean, place + shift, "o", color=colour, markersize=5, label="" if place else name)
+            right.plot([low, high], [y + shift] * 2, color=colour, linewidth=1.6)
+            right.plot(mean, y + shift, "o", color=colour, markersize=5, label="" if y else name)
     right.axvline(0, color="black", linewidth=0.8)
     right.set_yticks(range(len(others)), others)
     right.invert_yaxis()
     right.set_title("accuracy minus grpo's, paired by seed", fontsize=9, loc="left")
-    right.set_xlabel("mean and its 95% interval", fontsize=8)
+    right.set_xlabel("mean with 95% confidence interval", fontsize=8)
     right.legend(frameon=False, fontsize=8, loc="upper right")
     tidy(left)
     tidy(right)
@@ -481,14 +494,14 @@ def report_algorithms(args: argparse.Namespace) -> None:
 
 
 def new_figure(width: float, height: float):
-    """In inches."""
+    """Return an empty figure; width and height are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=130, layout="constrained")
 
 
 def draw_band(axes, x: Sequence[float], seeds: Sequence[Sequence[float]], colour: str, label: str = "") -> None:
-    """The mean over seeds, from the lowest to the highest."""
+    """Draw the mean over seeds, and a band from the lowest to the highest seed."""
     axes.fill_between(x, np.min(seeds, axis=0), np.max(seeds, axis=0), color=colour, alpha=0.18, linewidth=0)
     axes.plot(x, np.mean(seeds, axis=0), color=colour, linewidth=1.8, label=label)
 

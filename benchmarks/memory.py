@@ -4,10 +4,10 @@
     python benchmarks/memory.py --rows "7B 8 GPUs" --tokens 8192    # one row, on a real GPU
     python benchmarks/memory.py --short                             # a toy model, in seconds
 
-Each figure comes from a process of its own. It builds the policy of rank 0 with random weights, sharded as if the other
-ranks were there (torch's fake process group, whose collectives return at once). Then it runs train.update_policy on two
-full micro-batches: two, because gradients are in memory from the second micro-batch of an update on. A micro-batch
-holds prompts of 512 tokens, about 300 of them an image's, each with 8 responses of about 960 tokens; with --single it
+Each figure comes from a separate process. It builds the policy of rank 0 with random weights, sharded as if the other
+ranks existed (torch's fake process group, whose collectives return at once). Then it runs train.update_policy on two
+full micro-batches, because gradients are in memory only from the second micro-batch of an update on. A micro-batch
+holds prompts of 512 tokens, about 300 of them image tokens, each with 8 responses of about 960 tokens; with --single it
 is one sequence.
 
     at rest         weights and optimizer, between updates
@@ -19,8 +19,8 @@ is one sequence.
                     grows linearly, then tried
 
 It needs torch for CUDA and one device. Only sizes matter, so any device will do, even one that does not compute.
---null-gpu uses one that does not exist (`make test-cuda-paths` builds it, in .venv-cuda) and about 3 GB of host memory.
-Not counted: CUDA's own context, NCCL's buffers, the features of other images (--vision-cache-gb).
+--null-gpu uses a simulated device (`make test-cuda-paths` builds it, in .venv-cuda) and about 3 GB of host memory.
+The figures do not include CUDA's own context, NCCL's buffers, and cached features of other images (--vision-cache-gb).
 """
 
 import argparse
@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 GPU_GIB, KEPT_GIB = 79.1, 5.0
 LONGEST = 131072
-# The null GPU computes operations of up to 4 MiB: indices of LONGEST tokens are below, and decide what is allocated
+# The null GPU computes operations of up to 4 MiB. Indices of LONGEST tokens are smaller, and they decide what is
+# allocated
 VALUES_MIB = "4"
 
 
@@ -44,7 +45,7 @@ class Row:
     """A model on a number of GPUs, with the settings of train.py that decide its memory."""
 
     name: str
-    size: str  # for gpu.config_of
+    size: str  # model size, for gpu.config_of
     gpus: int
     replicate: int = 1
     lora_rank: int = 0
@@ -74,14 +75,14 @@ TOY = Row("toy 2 GPUs", "toy", 2)
 
 
 def draw_rollouts(config, tokens: int, single: bool) -> list:
-    """Return groups of 8 rollouts of random tokens. They fill two micro-batches of `tokens` tokens; with `single` each
-    rollout is a sequence of that length, and so 16 micro-batches."""
+    """Return groups of 8 rollouts of random tokens, which fill two micro-batches of `tokens` tokens. With `single` each
+    rollout is one sequence of that length, so there are 16 micro-batches."""
     import torch
     from gpu import BEGIN, END, IMAGE, noisy_image
 
     from rollout import Prompt, Rollout
 
-    side = 2 if tokens < 2048 else 17  # 17 x 17 image tokens and 2 marks: about 300
+    side = 2 if tokens < 2048 else 17  # 17 x 17 image tokens and 2 vision tokens around them: about 300
     groups = 1 if single else max(1, round(tokens / 8192))
     prompt_tokens = 512 if tokens >= 2048 else 20
     length = tokens - prompt_tokens if single else (tokens // groups - prompt_tokens) // 8
@@ -98,25 +99,25 @@ def draw_rollouts(config, tokens: int, single: bool) -> list:
 
 
 def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, float]:
-    """Run an update of rank 0; return the tokens of its larger micro-batch, and its GiB by the names of the columns."""
+    """Run an update of rank 0. Return the tokens of its larger micro-batch, and GiB of memory by column name."""
     import gpu
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import train
-    from layers.lora import Lora
+    from layers.lora import LoraConfig
     from parallel.models import Models
     from parallel.sharding import ParallelConfig, make_optimizer
-    from report.log import Skipped
-    from utils import ALLOC_CONF, Context, Meter
+    from report.log import SkippedUpdates
+    from utils import ALLOC_CONF, DistContext, Meter
 
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOC_CONF)  # as dist_setup does
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOC_CONF)  # as setup_distributed does
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=row.gpus)
-    ctx = Context(0, 1, device)  # sums over ranks include this rank alone
-    lora = Lora(row.lora_rank, 32.0) if row.lora_rank else None
+    ctx = DistContext(0, 1, device)  # sums over ranks include only this rank
+    lora = LoraConfig(row.lora_rank, 32.0) if row.lora_rank else None
     parallel, master = ParallelConfig(replicate=row.replicate), getattr(torch, row.master_dtype)
     policy, _ = gpu.build(row.size, ctx, lora, recompute, parallel, master)
     policy.attention = "flex" if cuda else "sdpa"
@@ -126,24 +127,24 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
     rollouts = draw_rollouts(policy.hf.config, tokens, single)
     batch = gpu.make_batch(rollouts, cfg, policy.hf.config, ctx, tokens, share=True)
     batch.minibatches = [batch.minibatches[0][:2]]
-    read = {"allocated": 0.0, "peak": 0.0, "reserved": 0.0, "in use": 0.0}
+    stats_gib = {"allocated": 0.0, "peak": 0.0, "reserved": 0.0, "in use": 0.0}
 
     def memory() -> dict[str, float]:
         if cuda:
             stats = torch.cuda.memory_stats()
-            read["allocated"] = stats["allocated_bytes.all.current"] / 2**30
-            read["peak"] = stats["allocated_bytes.all.peak"] / 2**30
-            read["reserved"] = stats["reserved_bytes.all.peak"] / 2**30
+            stats_gib["allocated"] = stats["allocated_bytes.all.current"] / 2**30
+            stats_gib["peak"] = stats["allocated_bytes.all.peak"] / 2**30
+            stats_gib["reserved"] = stats["reserved_bytes.all.peak"] / 2**30
             free, total = torch.cuda.mem_get_info()
-            read["in use"] = (total - free) / 2**30  # on the whole GPU: by CUDA itself and other processes too
-        return dict(read)
+            stats_gib["in use"] = (total - free) / 2**30  # on the whole GPU, including CUDA itself and other processes
+        return dict(stats_gib)
 
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     rest = memory()["allocated"]
     models = Models(policy, optimizer)
-    train.update_policy(models, batch, cfg, train.State(), ctx, Meter(), Skipped(Path("."), ctx))
+    train.update_policy(models, batch, cfg, train.TrainState(), ctx, Meter(), SkippedUpdates(Path("."), ctx))
     after = memory()
     n_tokens = max(micro.n_tokens for micro in batch.minibatches[0])
     return {"tokens": n_tokens, "at rest": rest, "with gradients": after["allocated"],
@@ -151,18 +152,18 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
 
 
 def null_gpu(gib: float) -> dict[str, str]:
-    """Return the environment variables that give a process a null GPU with this much memory."""
+    """Return the environment variables that give a process a null GPU with `gib` GiB of memory."""
     sys.path.append(str(ROOT / "tests"))
     from null_gpu.build import HERE, environment
 
-    found = environment()
-    if not found["LD_PRELOAD"]:
-        sys.exit("error: --null-gpu: not built yet; run python tests/null_gpu/build.py, with the same Python")
-    return found | {"PYTHONPATH": str(HERE / "site"), "NULL_GPU_VALUES_MIB": VALUES_MIB, "NULL_GPU_GIB": str(gib)}
+    variables = environment()
+    if not variables["LD_PRELOAD"]:
+        sys.exit("error: --null-gpu is not built yet; run python tests/null_gpu/build.py with the same Python")
+    return variables | {"PYTHONPATH": str(HERE / "site"), "NULL_GPU_VALUES_MIB": VALUES_MIB, "NULL_GPU_GIB": str(gib)}
 
 
 def run(row: Row, tokens: int, args: argparse.Namespace, recompute: bool) -> dict[str, float] | None:
-    """Measure in a process of its own; return the figures, or None if the GPU runs out of memory."""
+    """Measure in a separate process. Return the figures, or None if the GPU runs out of memory."""
     command = [sys.executable, __file__, "--child", row.name, "--tokens", str(tokens)] + ["--recompute"] * recompute
     command += ["--single"] * args.single
     environment = os.environ | (null_gpu(args.gib) if args.null_gpu else {})
@@ -173,23 +174,24 @@ def run(row: Row, tokens: int, args: argparse.Namespace, recompute: bool) -> dic
     return json.loads(lines[-1]) if lines and not done.returncode else None
 
 
-def longest(row: Row, args: argparse.Namespace, recompute: bool, at: dict[int, dict[str, float]]) -> int:
-    """Return the largest multiple of 1,024 tokens whose peak leaves KEPT_GIB: extrapolate, then try downwards."""
-    (a, low), (b, high) = sorted(at.items())
+def longest(row: Row, args: argparse.Namespace, recompute: bool, measured: dict[int, dict[str, float]]) -> int:
+    """Return the largest multiple of 1,024 tokens whose peak leaves KEPT_GIB free: extrapolate from two measured token
+    counts, then try downwards."""
+    (a, low), (b, high) = sorted(measured.items())
     slope = (high["peak"] - low["peak"]) / (b - a)
     guess = min(LONGEST, int((GPU_GIB - KEPT_GIB - low["peak"]) / slope + a) // 1024 * 1024)
     while guess > 0:
-        found = run(row, guess, args, recompute)
-        if found and found["peak"] <= GPU_GIB - KEPT_GIB:
+        figures = run(row, guess, args, recompute)
+        if figures and figures["peak"] <= GPU_GIB - KEPT_GIB:
             return guess
         guess -= 1024
     return 0
 
 
-def gpu_found() -> bool:
+def has_gpu() -> bool:
     """Return whether this Python has torch and a CUDA device."""
-    found = subprocess.run([sys.executable, "-c", "import torch, sys; sys.exit(not torch.cuda.is_available())"])
-    return found.returncode == 0
+    done = subprocess.run([sys.executable, "-c", "import torch, sys; sys.exit(not torch.cuda.is_available())"])
+    return done.returncode == 0
 
 
 def cell(x: float | None) -> str:
@@ -200,24 +202,24 @@ def main(args: argparse.Namespace) -> None:
     chosen = [TOY] if args.short else [row for row in ROWS if not args.rows or row.name in args.rows]
     if len(chosen) < len(args.rows):
         known = "".join(f"\n  {row.name!r}" for row in ROWS)
-        sys.exit(f"error: --rows {' '.join(map(repr, args.rows))}: use some of{known}")
-    if not (args.null_gpu or args.short or gpu_found()):
-        sys.exit("error: there is no CUDA device; give --null-gpu, which uses one that does not exist")
+        sys.exit(f"error: --rows {' '.join(map(repr, args.rows))}: unknown row; choose from{known}")
+    if not (args.null_gpu or args.short or has_gpu()):
+        sys.exit("error: there is no CUDA device; pass --null-gpu to use a simulated one")
     sizes = [300] if args.short else args.tokens or [8192, 16384]
     print("| GiB a GPU | recomputed | tokens | at rest | with gradients | peak | reserved | longest |")
     print("|---|---|--:|--:|--:|--:|--:|--:|")
     for row in chosen:
         for recompute in (True, False)[: 1 if args.only_recomputed else 2]:
-            at = {}
+            measured = {}
             for tokens in sizes:
-                found = run(row, tokens, args, recompute)
-                at |= {tokens: found} if found else {}
-                last = len(at) > 1 and tokens == sizes[-1]
-                most = longest(row, args, recompute, at) if last and not args.no_longest else ""
+                figures = run(row, tokens, args, recompute)
+                measured |= {tokens: figures} if figures else {}
+                last = len(measured) > 1 and tokens == sizes[-1]
+                max_tokens = longest(row, args, recompute, measured) if last and not args.no_longest else ""
                 keys = ("at rest", "with gradients", "peak", "reserved")
-                cells = [cell(found and found[key]) for key in keys]
-                yes = "yes" if recompute else "no"
-                print(f"| {row.name} | {yes} | {tokens} | {' | '.join(cells)} | {most} |", flush=True)
+                cells = [cell(figures and figures[key]) for key in keys]
+                recomputed = "yes" if recompute else "no"
+                print(f"| {row.name} | {recomputed} | {tokens} | {' | '.join(cells)} | {max_tokens} |", flush=True)
 
 
 if __name__ == "__main__":
@@ -225,9 +227,11 @@ if __name__ == "__main__":
     p.add_argument("--rows", nargs="*", default=[], help="names of rows (default: all)")
     p.add_argument("--tokens", nargs="*", type=int, help="tokens of a micro-batch (default: 8192 16384)")
     p.add_argument("--no-longest", action="store_true", help="do not search for the longest micro-batch")
-    p.add_argument("--only-recomputed", action="store_true", help="measure only with --grad-checkpointing, not without")
-    p.add_argument("--null-gpu", action="store_true", help="use a GPU that does not exist (tests/null_gpu)")
-    p.add_argument("--gib", type=float, default=400, help="memory of that GPU in GiB (default: 400)")
+    p.add_argument(
+        "--only-recomputed", action="store_true", help="measure only with --gradient-checkpointing, not without"
+    )
+    p.add_argument("--null-gpu", action="store_true", help="use a simulated GPU that computes nothing (tests/null_gpu)")
+    p.add_argument("--gib", type=float, default=400, help="memory of the simulated GPU in GiB (default: 400)")
     p.add_argument("--single", action="store_true", help="micro-batches of one sequence each")
     p.add_argument("--short", action="store_true", help="a toy model; on a CPU it runs, but measures nothing")
     p.add_argument("--child", help=argparse.SUPPRESS)

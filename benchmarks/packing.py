@@ -1,14 +1,15 @@
-"""Update phase of a toy model three ways: padded batches, packed sequences, and packed with a shared prompt.
+"""Time and memory of the update of a toy model in three methods: padded batches, packed sequences, and packed sequences
+that share their prompt.
 
     OMP_NUM_THREADS=1 python benchmarks/packing.py
     OMP_NUM_THREADS=1 python benchmarks/packing.py --prompt 250 --response 64 --group 8 --prompts 4
 
 padded   transformers' own forward on (prompt + response), right-padded, full logits of the response positions
-packed   ours, each response with a copy of its prompt (what --attn flash would compute)
-shared   ours as trained: prompt and image once per group
-All three compute the same loss and gradients (checked first). Interleaved runs, minimum of each, one thread; memory is
-the growth of the resident set during one update, each way in a process of its own. The vision tower is frozen and its
-features are not cached here: an update with a warm cache saves that part too.
+packed   our packing, but each response has a copy of its prompt (what --attn flash would compute)
+shared   our packing as used in training: prompt and image once per group
+All three compute the same loss and gradients (checked first). Times are the minimum of interleaved runs on one thread.
+Memory is the growth of the resident set during one update, measured in a separate process for each way. The vision
+tower is frozen and its features are not cached here: an update with a warm cache also saves that part.
 """
 
 import argparse
@@ -45,10 +46,10 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--response", type=int, default=64, help="longest response; lengths are uniform in its upper half")
     p.add_argument("--group", type=int, default=8, help="responses per prompt")
     p.add_argument("--prompts", type=int, default=4, help="prompts per update")
-    p.add_argument("--image", type=int, default=224, help="pixels a side")
+    p.add_argument("--image", type=int, default=224, help="image size: pixels per side")
     p.add_argument("--micro-tokens", type=int, default=1024, help="token budget of a micro-batch")
-    p.add_argument("--repeats", type=int, default=5, help="interleaved runs; the minimum counts")
-    p.add_argument("--short", action="store_true", help=f"does it run? The same as {SHORT}")
+    p.add_argument("--repeats", type=int, default=5, help="interleaved runs; the minimum is reported")
+    p.add_argument("--short", action="store_true", help=f"only check that it runs; same as {SHORT}")
     args = p.parse_args()
     return p.parse_args([*SHORT.split(), *sys.argv[1:]]) if args.short else args
 
@@ -68,24 +69,24 @@ def main() -> None:
     rollouts = []
     for p in range(args.prompts):
         noise = torch.randint(0, 256, (args.image, args.image, 3), generator=generator, dtype=torch.uint8)
-        image = processor.image(str(p), Image.fromarray(noise.numpy()))
-        prompt = processor.encode([{"role": "user", "content": "<image>"}], [image])
+        image = processor.image_to_patches(str(p), Image.fromarray(noise.numpy()))
+        prompt = processor.tokenize_prompt([{"role": "user", "content": "<image>"}], [image])
         prompt += [draw(0, 250) for _ in range(args.prompt - len(prompt))]
         for _ in range(args.group):
             response = [draw(0, 250) for _ in range(draw(args.response // 2, args.response))]
             sampled = [True] * len(response)
-            asked = Prompt(str(p), prompt, [image], None, [])
-            rollouts.append(Rollout(asked, 0, response, sampled, [0.0] * len(sampled), "stop"))
+            record = Prompt(str(p), prompt, [image], None, [])
+            rollouts.append(Rollout(record, 0, response, sampled, [0.0] * len(sampled), "stop"))
     packer = Packer(args.micro_tokens, processor.image_token_id)
     shared = packer.pack(rollouts)
     copies = replace(packer, share=False).pack(rollouts)
     sequences = [r.prompt.token_ids + r.response for r in rollouts]
-    trained = sum(len(r.response) for r in rollouts)
+    n_trained = sum(len(r.response) for r in rollouts)
 
     def run_micros(micros) -> float:
         total = 0.0
         for micro in micros:
-            loss = -policy(micro).logp_K.sum() / trained
+            loss = -policy(micro).logp_K.sum() / n_trained
             loss.backward()
             total += loss.item()
         return total
@@ -115,51 +116,51 @@ def main() -> None:
             loss = 0.0
             for row, i in enumerate(batch):
                 targets = torch.tensor(rollouts[i].response)
-                logits_of_row = logits[row, args.prompt - 1 : args.prompt - 1 + len(targets)]
-                loss = loss - logits_of_row.log_softmax(-1).gather(1, targets[:, None]).sum() / trained
+                row_logits = logits[row, args.prompt - 1 : args.prompt - 1 + len(targets)]
+                loss = loss - row_logits.log_softmax(-1).gather(1, targets[:, None]).sum() / n_trained
             loss.backward()
             total += loss.item()
         return total
 
-    ways = {"padded": run_padded, "packed": lambda: run_micros(copies), "shared": lambda: run_micros(shared)}
+    methods = {"padded": run_padded, "packed": lambda: run_micros(copies), "shared": lambda: run_micros(shared)}
     computed = {
         "padded": sum(len(b) * max(len(sequences[i]) for i in b) for b in batches),
         "packed": sum(m.n_tokens for m in copies),
         "shared": sum(m.n_tokens for m in shared),
     }
-    prefixes: set[tuple] = set()  # what has to be computed once
+    prefixes: set[tuple] = set()  # all distinct prefixes: the tokens that must be computed at least once
     for r, tokens in zip(rollouts, sequences, strict=True):
         prefixes |= {(r.prompt.uid, *tokens[: t + 1]) for t in range(len(tokens) - 1)}
 
-    def memory(way) -> float:
-        """MiB that one update adds to the resident set of a fresh process."""
+    def memory(update) -> float:
+        """Return the MiB that one update adds to the resident set of a new process."""
         context = multiprocessing.get_context("fork")
         queue = context.SimpleQueue()
 
         def child() -> None:
             before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-            way()
+            update()
             queue.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
 
         process = context.Process(target=child)
         process.start()
-        grown = queue.get()
+        growth = queue.get()
         process.join()
-        return grown / 2**20
+        return growth / 2**20
 
-    peak = {name: memory(way) for name, way in ways.items()}  # before anything else has grown the heap
+    peak = {name: memory(update) for name, update in methods.items()}  # first, before anything else grows the heap
     losses, gradients = {}, {}
-    for name, way in ways.items():
+    for name, update in methods.items():
         policy.zero_grad()
-        losses[name] = way()
+        losses[name] = update()
         gradients[name] = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
-    seconds = dict.fromkeys(ways, float("inf"))
+    seconds = dict.fromkeys(methods, float("inf"))
     for _ in range(args.repeats):
-        for name, way in ways.items():
+        for name, update in methods.items():
             policy.zero_grad()
-            began = time.perf_counter()
-            way()
-            seconds[name] = min(seconds[name], time.perf_counter() - began)
+            start_time = time.perf_counter()
+            update()
+            seconds[name] = min(seconds[name], time.perf_counter() - start_time)
     print(
         f"{args.family}, {args.prompts} prompts of {args.prompt} tokens x {args.group} responses of "
         f"{args.response // 2}-{args.response}"
@@ -172,18 +173,18 @@ def main() -> None:
         "response tok/s": 15,
         "MiB": 6,
         "loss diff": 10,
-        "gradient": 9,
+        "grad diff": 10,
     }
     columns = list(widths.items())
     print(f"{'':8}" + "".join(f"{name:>{width}}" for name, width in columns))
-    for name in ways:
+    for name in methods:
         gap = (gradients[name] - gradients["padded"]).norm().item() / gradients["padded"].norm().item()
         cells = (
             f"{seconds[name]:.3f}",
             f"{seconds['padded'] / seconds[name]:.2f}x",
             computed[name],
             f"{len(prefixes) / computed[name]:.3f}",
-            f"{trained / seconds[name]:.0f}",
+            f"{n_trained / seconds[name]:.0f}",
             f"{peak[name]:.0f}",
             f"{abs(losses[name] - losses['padded']):.1e}",
             f"{gap:.1e}",

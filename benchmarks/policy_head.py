@@ -1,19 +1,19 @@
-"""The policy head against other implementations: time, extra memory and error, in one run.
+"""Comparison of the policy head with other implementations: time, extra memory and error.
 
     OMP_NUM_THREADS=1 python benchmarks/policy_head.py              # a CPU: 512 tokens, H 256, V 32768, fp32
     python benchmarks/policy_head.py                                # a GPU: 16384 tokens, H 3584, V 152064, bf16
     python benchmarks/policy_head.py --shape 512,896,151936 --repeats 3
 
-score    log-probabilities (and entropy, where it is given) without gradients
+score    log-probabilities (and entropy, if the implementation returns it) without gradients
 frozen   loss and the gradient of the hidden states: LoRA, or a head that is not trained
 full     loss and the gradients of hidden states and weight
-The loss is the same weighted sum of log-probabilities everywhere, except torch's own op, which knows only the mean
-cross entropy. Minimum of interleaved runs. Extra memory is the peak of one full pass above what was there before it,
-the two gradients included: of the resident set, in a process of its own (CPU), or of the allocator (GPU). Errors are
-against float64: the largest of logp and entropy, and for the gradients norm of the difference over norm. What is not
-installed or cannot run here is listed with the reason. Liger comes with requirements-dev.txt; for the others:
-pip install cut-cross-entropy; pip install ray tensordict hydra-core codetiming torchdata peft pybind11 pylatexenc wandb
-and, without its pins, pip install --no-deps verl.
+All compute the same weighted sum of log-probabilities as loss, except torch's own op, which supports only the mean
+cross entropy. Times are the minimum of interleaved runs. Extra memory is the increase of peak memory in one full pass,
+including the two gradients: of the resident set, in a separate process (CPU), or of the allocator (GPU). Errors are
+relative to float64: the largest difference of logp and entropy, and for gradients the norm of the difference over the
+norm. Implementations that are not installed or cannot run here are listed with the reason. requirements-dev.txt
+installs Liger; for the others: pip install cut-cross-entropy; pip install ray tensordict hydra-core codetiming
+torchdata peft pybind11 pylatexenc wandb; and, without its pins, pip install --no-deps verl.
 """
 
 import argparse
@@ -45,16 +45,16 @@ def parse_args() -> argparse.Namespace:
     shape = "16384,3584,152064" if GPU else "512,256,32768"
     p.add_argument("--shape", default=shape, help="tokens, hidden size, vocabulary")
     dtype = "bfloat16" if GPU else "float32"
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default=dtype, help="of the inputs")
-    p.add_argument("--repeats", type=int, default=10 if GPU else 6, help="interleaved runs; the minimum counts")
-    p.add_argument("--only", help="comma-separated names; default: all")
-    p.add_argument("--block-rows", help="GPU: also time ours with these many rows a block, e.g. 1024,4096")
-    p.add_argument("--short", action="store_true", help=f"does it run? The same as {SHORT}")
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default=dtype, help="dtype of the inputs")
+    p.add_argument("--repeats", type=int, default=10 if GPU else 6, help="interleaved runs; the minimum is reported")
+    p.add_argument("--only", help="comma-separated names of implementations (default: all)")
+    p.add_argument("--block-rows", help="GPU: also time our head with these numbers of rows per block, e.g. 1024,4096")
+    p.add_argument("--short", action="store_true", help=f"only check that it runs; same as {SHORT}")
     args = p.parse_args()
     return p.parse_args([*SHORT.split(), *sys.argv[1:]]) if args.short else args
 
 
-# --- Contenders: (hidden, weight, targets, coefficients) -> (loss, logp or None, entropy or None) ---------------------
+# --- Implementations: (hidden, weight, targets, coefficients) -> (loss, logp or None, entropy or None) ----------------
 
 
 def ours_fused(kernel: str) -> Callable:
@@ -82,14 +82,14 @@ def naive(hidden, weight, targets, coefficients):
 
 
 def naive_16bit(hidden, weight, targets, coefficients):
-    """What bf16 logits cost in accuracy: the softmax, too, in the inputs' dtype."""
+    """Compute logits and softmax in the inputs' dtype, to show how much accuracy bf16 logits cost."""
     logp_NV = (hidden @ weight.t()).log_softmax(-1)
     logp = logp_NV.gather(1, targets[:, None])[:, 0]
     return (coefficients * logp.float()).sum(), logp, -(logp_NV.exp() * logp_NV).sum(-1)
 
 
 def torch_native() -> Callable:
-    # Its own choice of chunks, good on a GPU, takes 20 times as long on a CPU as 256 rows do, its best there.
+    # The default chunk size is good on a GPU, but on a CPU it is 20 times as slow as 256 rows, the best size there.
     options = torch.nn.LinearCrossEntropyOptions(**({} if GPU else {"batch_chunk_size": 256}))
 
     def run(hidden, weight, targets, coefficients):
@@ -122,7 +122,7 @@ def liger() -> Callable:
 def apple() -> Callable:
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     if not GPU:
-        raise RuntimeError("its kernels need a GPU")
+        raise RuntimeError("its kernels require a GPU")
 
     def run(hidden, weight, targets, coefficients):
         nll = function(hidden, weight, targets, reduction="none", filter_eps=None)
@@ -141,8 +141,8 @@ def verl() -> Callable:
     return run
 
 
-def contenders(names: list[str] | None) -> tuple[dict[str, Callable], list[str]]:
-    """Those that can run here, and a line for each that cannot."""
+def load_implementations(names: list[str] | None) -> tuple[dict[str, Callable], list[str]]:
+    """Return the implementations that can run here, and a line with the reason for each that cannot."""
     kernel = "triton" if GPU else "torch"
     makers = {
         "ours fused loss": lambda: ours_fused(kernel),
@@ -151,21 +151,21 @@ def contenders(names: list[str] | None) -> tuple[dict[str, Callable], list[str]]
         "naive": lambda: naive, "naive 16-bit logits": lambda: naive_16bit, "torch linear_cross_entropy": torch_native,
         "TRL chunked": trl, "Liger scaled CE": liger, "Apple CCE": apple, "verl FusedLinearForPPO": verl,
     }
-    found, missing = {}, []
+    available, missing = {}, []
     for name, make in makers.items():
         if names and name not in names:
             continue
         try:
-            found[name] = make()
+            available[name] = make()
         except (ImportError, AttributeError, RuntimeError) as error:
             missing.append(f"{name}: {error}")
-    return found, missing
+    return available, missing
 
 
-# --- Measuring --------------------------------------------------------------------------------------------------------
+# --- Measurement ------------------------------------------------------------------------------------------------------
 
 
-def problem(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def make_inputs(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     n, h, v = shape
     g = torch.Generator().manual_seed(0)
     device = "cuda" if GPU else "cpu"
@@ -188,21 +188,21 @@ def run_once(function: Callable, inputs: tuple[torch.Tensor, ...], mode: str) ->
     return logp, entropy, hidden.grad, weight.grad
 
 
-def seconds(function: Callable, inputs: tuple[torch.Tensor, ...], mode: str) -> float:
+def time_once(function: Callable, inputs: tuple[torch.Tensor, ...], mode: str) -> float:
     if GPU:
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     run_once(function, inputs, mode)
     if GPU:
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def peak_mib(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
-    """Of one full pass, above what was there before."""
-    function = contenders([name])[0][name]
-    inputs = problem(shape, dtype)
-    run_once(function, problem((4, shape[1], 64), dtype), "full")  # libraries load, threads start
+    """Return the increase of peak memory in one full pass, in MiB."""
+    function = load_implementations([name])[0][name]
+    inputs = make_inputs(shape, dtype)
+    run_once(function, make_inputs((4, shape[1], 64), dtype), "full")  # load libraries and start threads first
     if GPU:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -217,19 +217,20 @@ def peak_mib(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> floa
 
 
 def resident(field: str) -> int:
-    """KiB of this process: VmRSS now, VmHWM at its peak."""
+    """Return the resident memory of this process in KiB: now (VmRSS), or at its peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def errors(function: Callable, inputs: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, ...]) -> list[float | None]:
-    """(max |logp|, max |entropy|, relative of the hidden gradient, of the weight's) against float64."""
+    """Return the errors against float64: the largest of logp and of entropy, and the relative errors of the gradients
+    of the hidden states and of the weight."""
     logp, entropy, *gradients = run_once(function, inputs, "full")
     out = []
-    for got, want in zip((logp, entropy), exact[:2], strict=True):
-        out.append(None if got is None else (got.double().cpu() - want).abs().max().item())
-    for got, want in zip(gradients, exact[2:], strict=True):
-        out.append(None if logp is None else ((got.double().cpu() - want).norm() / want.norm()).item())
+    for value, expected in zip((logp, entropy), exact[:2], strict=True):
+        out.append(None if value is None else (value.double().cpu() - expected).abs().max().item())
+    for value, expected in zip(gradients, exact[2:], strict=True):
+        out.append(None if logp is None else ((value.double().cpu() - expected).norm() / expected.norm()).item())
     return out
 
 
@@ -239,43 +240,43 @@ def main() -> None:
         torch.set_num_threads(1)
     shape = tuple(int(x) for x in args.shape.split(","))
     dtype = getattr(torch, args.dtype)
-    found, missing = contenders(args.only.split(",") if args.only else None)
+    available, missing = load_implementations(args.only.split(",") if args.only else None)
     if dtype == torch.float32:
-        found.pop("naive 16-bit logits", None)
-    inputs = problem(shape, dtype)
-    where = torch.cuda.get_device_name() if GPU else "CPU, one thread"
-    print(f"{shape[0]} tokens, H {shape[1]}, V {shape[2]}, {args.dtype}, {where}, torch {torch.__version__}")
+        available.pop("naive 16-bit logits", None)
+    inputs = make_inputs(shape, dtype)
+    device = torch.cuda.get_device_name() if GPU else "CPU, one thread"
+    print(f"{shape[0]} tokens, H {shape[1]}, V {shape[2]}, {args.dtype}, {device}, torch {torch.__version__}")
 
     modes = ("score", "frozen", "full")
     best: dict[tuple[str, str], float] = {}
     for repeat in range(args.repeats + 1):
         for mode in modes:
-            for name in list(found):
+            for name in list(available):
                 try:
-                    took = seconds(found[name], inputs, mode)
-                except RuntimeError as error:  # another's: out of memory, no kernel for this device; listed below
+                    elapsed = time_once(available[name], inputs, mode)
+                except RuntimeError as error:  # other implementations may fail (no memory, no kernel): list them below
                     if name.startswith("ours"):
                         raise
                     missing.append(f"{name}: {mode} failed: {str(error).splitlines()[0]}")
-                    del found[name]
+                    del available[name]
                     continue
-                if repeat:  # the first one warms up
-                    best[name, mode] = min(took, best.get((name, mode), took))
+                if repeat:  # the first repeat is a warmup
+                    best[name, mode] = min(elapsed, best.get((name, mode), elapsed))
 
-    # float64 on part of the problem where the whole is too large for it
-    small = (min(shape[0], 512), shape[1], shape[2] if shape[0] * shape[2] <= 1 << 27 else 32768)
-    part = problem(small, dtype)
-    exact = run_once(naive_64, tuple(x.cpu() if x.dtype == torch.long else x.double().cpu() for x in part), "full")
+    # compare with float64 on a smaller problem if this one is too large for it
+    small_shape = (min(shape[0], 512), shape[1], shape[2] if shape[0] * shape[2] <= 1 << 27 else 32768)
+    small = make_inputs(small_shape, dtype)
+    exact = run_once(naive_64, tuple(x.cpu() if x.dtype == torch.long else x.double().cpu() for x in small), "full")
     context = multiprocessing.get_context("spawn")
     unit, in_unit, digits = ("ms", 1e3, 2) if GPU else ("s", 1.0, 3)
     head = "".join(f"{mode + ', ' + unit:>12}" for mode in modes) + f"{'extra MiB':>12}"
     print(f"{'':28}{head}{'logp':>10}{'entropy':>10}{'d hidden':>10}{'d weight':>10}")
-    for name, function in found.items():
+    for name, function in available.items():
         with context.Pool(1) as pool:
             peak = pool.apply(peak_mib, (name, shape, dtype))
         times = "".join(f"{best[name, mode] * in_unit:>12.{digits}f}" for mode in modes)
-        away = "".join(f"{'-':>10}" if e is None else f"{e:>10.1e}" for e in errors(function, part, exact))
-        print(f"{name:28}{times}{peak:>12.0f}{away}")
+        error_cells = "".join(f"{'-':>10}" if e is None else f"{e:>10.1e}" for e in errors(function, small, exact))
+        print(f"{name:28}{times}{peak:>12.0f}{error_cells}")
     for line in missing:
         print(f"not run: {line}")
     ours = best.get(("ours fused loss", "full"))
@@ -285,8 +286,8 @@ def main() -> None:
     for rows in args.block_rows.split(",") if GPU and args.block_rows else ():
         kernels.GPU_BLOCK_ROWS = int(rows)
         for mode in ("frozen", "full"):
-            took = min(seconds(ours_fused("triton"), inputs, mode) for _ in range(args.repeats))
-            print(f"ours, {rows} rows a block, {mode}: {took * 1e3:.2f} ms")
+            elapsed = min(time_once(ours_fused("triton"), inputs, mode) for _ in range(args.repeats))
+            print(f"ours, {rows} rows per block, {mode}: {elapsed * 1e3:.2f} ms")
 
 
 def naive_64(hidden, weight, targets, coefficients):

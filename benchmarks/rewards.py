@@ -1,11 +1,13 @@
-"""How fast rewards are, and how much of their time sampling hides.
+"""Speed of rewards, and how much of their time is hidden behind sampling.
 
     python benchmarks/rewards.py [--n 4000]
 
-Answers a second: Geometry3K-like responses (numbers, decimals, fractions, roots, degrees, units, names, a tenth of them
-wrong), each of its own, graded by `geo3k` in this process and in worker processes, the first start left out.
-Hidden time: a reward that sleeps 5 ms, for responses that an engine hands over one by one over two seconds; in brackets
-what is left to wait for when the last one has come, of what grading them afterwards takes.
+Answers per second: `geo3k` grades responses like those of Geometry3K (numbers, decimals, fractions, roots, degrees,
+units, names; a tenth of them are wrong), all different, in this process and in worker processes, without start-up time.
+
+Hidden time: a reward sleeps 5 ms per response, and an engine delivers the responses one by one over two seconds. The
+table shows the seconds still to wait after the last response; in brackets, the seconds that grading takes if it only
+starts then.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from reward import RewardConfig  # noqa: E402
-from rewards.grade import Grader, response_to  # noqa: E402
+from rewards.grade import Grader, make_rollout_stub  # noqa: E402
 
 THINKING = "By the law of sines the side that is asked for is such, as the two angles are known. " * 6
 FORMS = (  # response, truth; N is a number
@@ -39,13 +41,13 @@ def geometry(n: int) -> list[SimpleNamespace]:
         truth = truth.replace("N", number)
         example = SimpleNamespace(data_source="geo3k", ground_truth=truth, extra={}, uid=str(i // 8))
         text = f"<think>{THINKING}</think> \\boxed{{{form.replace('N', number)}}}"
-        rollouts.append(response_to(example, text))
+        rollouts.append(make_rollout_stub(example, text))
     return rollouts
 
 
-def graded(grader: Grader, rollouts: Sequence[SimpleNamespace], seconds: float = 0.0) -> tuple[float, float]:
-    """Seconds from the first response to the last reward, and of these the ones after the last response; `seconds` is
-    what sampling takes."""
+def time_grading(grader: Grader, rollouts: Sequence[SimpleNamespace], seconds: float = 0.0) -> tuple[float, float]:
+    """Grade responses that arrive over `seconds`. Return the seconds from the first response to the last reward, and
+    from the last response to the last reward."""
     start = time.perf_counter()
     for i, rollout in enumerate(rollouts):
         grader.submit(rollout)
@@ -65,22 +67,22 @@ def main(n: int) -> None:
         (Path(folder) / "sleeps.py").write_text(SLEEPS)
         for workers in (0, 1, 2):
             grader = Grader(RewardConfig(reward_workers=workers, reward_timeout=100.0))
-            graded(grader, rollouts[:64])
-            fastest = min(graded(grader, rollouts)[0] for _ in range(3))
+            time_grading(grader, rollouts[:64])
+            fastest = min(time_grading(grader, rollouts)[0] for _ in range(3))
             grader.close()
             spec = (f"{folder}/sleeps.py:score",)
             grader = Grader(RewardConfig(reward=spec, reward_workers=workers, reward_timeout=100.0))
-            few = rollouts[: n // 10]
-            graded(grader, few[:8])
-            whole = graded(grader, few)[0]
-            left = graded(grader, few, seconds=2.0)[1]
+            slow_rollouts = rollouts[: n // 10]
+            time_grading(grader, slow_rollouts[:8])
+            total = time_grading(grader, slow_rollouts)[0]
+            remaining = time_grading(grader, slow_rollouts, seconds=2.0)[1]
             grader.close()
-            print(f"| {workers} | {n / fastest:,.0f} | {left:.2f} (of {whole:.2f}) |", flush=True)
+            print(f"| {workers} | {n / fastest:,.0f} | {remaining:.2f} (of {total:.2f}) |", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=4000, help="responses")
-    parser.add_argument("--short", action="store_true", help="does it run? The same as --n 40")
+    parser.add_argument("--n", type=int, default=4000, help="number of responses")
+    parser.add_argument("--short", action="store_true", help="only check that it runs; same as --n 40")
     args = parser.parse_args()
     main(40 if args.short else args.n)

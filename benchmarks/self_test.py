@@ -1,17 +1,17 @@
-"""How often the self-test refuses a sound run, and how often it misses a fault of the weight sync.
+"""Error rates of the self-test: how often it refuses a correct run, and how often it misses a fault of the weight sync.
 
     OMP_NUM_THREADS=1 python benchmarks/self_test.py                        # random toys of all families, bf16 and fp32
     OMP_NUM_THREADS=1 python benchmarks/self_test.py demo/start demo/final  # models that were trained
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/self_test.py --lora-rank 8
     OMP_NUM_THREADS=1 python benchmarks/self_test.py --short                # seconds
 
-Policy and engine are built as train.py builds them. Each seed draws other samples and other faults:
+Policy and engine are built as in train.py. Each seed draws different samples and different faults:
 sound     nothing is wrong
-tensor    one trained tensor, any, is not sent
+tensor    one trained tensor, chosen at random, is not sent
 tower     one trained tensor of the vision tower is not sent
-experts   two experts of a layer change places
-A cell is how many of --seeds self-tests decided wrongly: refused a sound run, or missed a fault. In brackets is the
-difference between engine and trainer under new weights that was nearest to the wrong side, divided by the limit.
+experts   two experts of a layer are swapped
+A cell is the number of wrong decisions in --seeds self-tests: refused correct runs, or missed faults. In brackets is
+the difference between engine and trainer under new weights that was closest to a wrong decision, divided by the limit.
 """
 
 import argparse
@@ -33,15 +33,15 @@ import transformers  # noqa: E402
 
 import demo  # noqa: E402
 import train  # noqa: E402
-from engines.launch import start_engine  # noqa: E402
+from engines.launch import make_training_engine  # noqa: E402
 from engines.self_test import self_test  # noqa: E402
 from errors import UserError  # noqa: E402
 from model import FAMILIES, Processor  # noqa: E402
 from packing import Packer  # noqa: E402
 from parallel.models import build_models  # noqa: E402
-from parallel.sharding import full_parameters  # noqa: E402
-from rollout import Engine, Examples, Sampling, make_prompts, never  # noqa: E402
-from utils import NamedTensors, derive_seed, dist_setup  # noqa: E402
+from parallel.sharding import FullParameters  # noqa: E402
+from rollout import Engine, ExampleList, SamplingParams, make_prompts, never_stop  # noqa: E402
+from utils import NamedTensors, derive_seed, setup_distributed  # noqa: E402
 
 FAULTS = ("sound", "tensor", "tower", "experts")
 USED = re.compile(r"under new weights (?:differ by )?([0-9.e+-]+)(?: \(limit | nats.*?where )([0-9.e+-]+)")
@@ -49,7 +49,7 @@ KEPT: list[Engine] = []  # vLLM takes its process groups down with the first eng
 
 
 def spoil(named: NamedTensors, lost: str, layer: str) -> Iterator:
-    """The tensors of a sync without `lost`, and with the first two experts of `layer` in each other's place."""
+    """Yield the tensors of a sync without the tensor `lost`, and with the first two experts of `layer` swapped."""
     for name, tensor in named:
         if layer and name.startswith(f"{layer}.experts."):
             tensor = tensor[[1, 0, *range(2, len(tensor))]]
@@ -58,26 +58,26 @@ def spoil(named: NamedTensors, lost: str, layer: str) -> Iterator:
 
 
 def measure(folder: str, dtype: str, args: argparse.Namespace, out: Path, ctx) -> dict[str, list[float]]:
-    """fault -> the difference under new weights in parts of the limit, of each seed."""
-    words = ["--model", folder, "--data", "-", "--out", str(out), "--steps", "1", "--dtype", dtype]
-    words += ["--rollout", args.rollout, "--max-new-tokens", "16", "--lora-rank", str(args.lora_rank)]
-    words += ["--train-vision", args.train_vision or ("tower" if args.lora_rank else "all")]
-    words += ["--vllm", *args.vllm] if args.vllm else []
-    cfg = train.resolve(train.parse_args(words), ctx.device)
+    """Return, for each fault, the difference under new weights divided by the limit, of each seed."""
+    flags = ["--model", folder, "--data", "-", "--out", str(out), "--steps", "1", "--dtype", dtype]
+    flags += ["--rollout", args.rollout, "--max-new-tokens", "16", "--lora-rank", str(args.lora_rank)]
+    flags += ["--train-vision", args.train_vision or ("tower" if args.lora_rank else "all")]
+    flags += ["--vllm", *args.vllm] if args.vllm else []
+    cfg = train.resolve_auto_settings(train.parse_args(flags), ctx.device)
     processor = Processor(folder)
-    scenes = demo.with_scenes()[args.task].scenes("test", 0)
-    examples = [example for example, _ in zip(demo.examples_of(args.task, scenes), range(60), strict=False)]
-    examples = Examples(examples, [len(prompt.token_ids) for prompt in make_prompts(examples, processor)])
+    scenes = demo.find_demo_tasks()[args.task].scenes("test", 0)
+    examples = [example for example, _ in zip(demo.scenes_to_examples(args.task, scenes), range(60), strict=False)]
+    examples = ExampleList(examples, [len(prompt.token_ids) for prompt in make_prompts(examples, processor)])
     models = build_models(cfg, processor, ctx)
     packer = Packer(2048, processor.image_token_id)
-    more = {"interrupted": never, "give_up": print}
-    engine = start_engine(cfg, models, processor, [examples], ctx, **more)
+    callbacks = {"should_stop": never_stop, "request_stop": print}
+    engine = make_training_engine(cfg, models, processor, [examples], ctx, **callbacks)
     KEPT.append(engine)
-    weights = full_parameters(models.policy, True)
+    weights = FullParameters(models.policy, True)
     names, tower = [name for name, *_ in weights.shapes()], models.policy.hf.family.vision
     layers = sorted({name.partition(".experts.")[0] for name in names if ".experts." in name})
     load = engine.load_weights
-    shares: dict[str, list[float]] = {}
+    ratios: dict[str, list[float]] = {}
     for fault in FAULTS:
         pool = {"tower": [name for name in names if name.startswith(tower)], "experts": layers}.get(fault, names)
         for seed in range(args.seeds) if pool else ():
@@ -85,22 +85,22 @@ def measure(folder: str, dtype: str, args: argparse.Namespace, out: Path, ctx) -
             lost, layer = chosen if fault in ("tensor", "tower") else "", chosen if fault == "experts" else ""
             engine.load_weights = lambda named, lost=lost, layer=layer: load(spoil(named, lost, layer))
             try:
-                line = self_test(models.policy, engine, examples, processor, packer, Sampling(16, seed=seed))
+                line = self_test(models.policy, engine, examples, processor, packer, SamplingParams(16, seed=seed))
             except UserError as error:
                 line = str(error)
-                if "under new weights differ" not in line:  # refused for another reason, which is no fault of the sync
+                if "under new weights differ" not in line:  # refused for another reason than a fault of the sync
                     raise
             new, limit = map(float, USED.search(line).groups())
-            shares.setdefault(fault, []).append(new / limit)
-            if (new > limit) == (fault == "sound") and ctx.main:
+            ratios.setdefault(fault, []).append(new / limit)
+            if (new > limit) == (fault == "sound") and ctx.is_main:
                 print(f"wrong, seed {seed}: {fault} {lost or layer}: {line}", flush=True)
             engine.load_weights = load
-            engine.sync(partial(full_parameters, models.policy, dtype=engine.dtype))
-    return shares
+            engine.sync(partial(FullParameters, models.policy, dtype=engine.dtype))
+    return ratios
 
 
-def cell(fault: str, shares: Iterable[float]) -> str:
-    values = list(shares)
+def cell(fault: str, ratios: Iterable[float]) -> str:
+    values = list(ratios)
     if not values:
         return "–"
     wrong = sum(value > 1 if fault == "sound" else value <= 1 for value in values)
@@ -113,7 +113,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rollout", default="hf", choices=("hf", "vllm"))
     parser.add_argument("--vllm", nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--task", default="shapes", help="whose pictures and questions are the prompts")
+    parser.add_argument("--task", default="shapes", help="task whose toy images and questions are the prompts")
     parser.add_argument("--train-vision", choices=("none", "merger", "tower", "all"))
     parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--hidden", type=int, default=128, help="width of random toys (vLLM, qwen3_5, CPU: 256)")
@@ -129,25 +129,25 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     transformers.utils.logging.set_verbosity_error()
-    ctx = dist_setup()
-    root = [tempfile.mkdtemp() if ctx.main else ""]
+    ctx = setup_distributed()
+    root = [tempfile.mkdtemp() if ctx.is_main else ""]
     dist.broadcast_object_list(root)
     scratch = Path(root[0])
     folders = args.models
     if not folders:
         folders = [str(scratch / family) for family in args.families]
-        for folder in folders if ctx.main else ():
+        for folder in folders if ctx.is_main else ():
             demo.make_model(Path(folder), Path(folder).name, hidden=args.hidden, layers=2, vocab=448)
     dist.barrier()
     lines = ["| model | dtype | false refusals | missed: tensor | tower | experts |", "|---|---|--:|--:|--:|--:|"]
     for folder in folders:
         for dtype in args.dtype:
-            shares = measure(folder, dtype, args, scratch / "out", ctx)
-            cells = [cell(fault, shares.get(fault, ())) for fault in FAULTS]
+            ratios = measure(folder, dtype, args, scratch / "out", ctx)
+            cells = [cell(fault, ratios.get(fault, ())) for fault in FAULTS]
             lines.append(f"| {'/'.join(Path(folder).parts[-2:])} | {dtype} | {' | '.join(cells)} |")
-            if ctx.main:
+            if ctx.is_main:
                 print(lines[-1], flush=True)
-    if ctx.main:
+    if ctx.is_main:
         print("\n" + "\n".join(lines))
         shutil.rmtree(scratch)
 

@@ -1,12 +1,12 @@
-"""How much code there is to read: Python tokens and code lines of each folder and file that git tracks.
+"""Size of the code: Python tokens and code lines of each folder and file that git tracks.
 
     python benchmarks/size.py                  # this checkout, by folder
     python benchmarks/size.py --files          # and by file
     python benchmarks/size.py ../other         # another checkout, counted in the same way
 
 A token is one of Python's `tokenize`, without comments, docstrings, line breaks and indentation, so dense lines do not
-make code smaller. A code line is a line that holds a token. Tests and benchmarks are counted apart from the product,
-and so are the templates, styles and scripts of pages, by their lines that are not blank.
+make code smaller. A code line is a line that has a token. Tests and benchmarks are counted separately from the product;
+so are the templates, styles and scripts of pages, of which only lines that are not blank are counted.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-FIRST_PATH = ("train.py", "rollout.py", "grpo.py", "reward.py")  # what a training step is read in
+FIRST_PATH = ("train.py", "rollout.py", "grpo.py", "reward.py")  # the files to read to understand a training step
 LAYOUT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -57,22 +57,24 @@ def main(root: Path, by_file: bool) -> None:
         if by_file:
             print(f"{n_tokens:8,} {n_lines:7,}  {file}")
     print(f"{'tokens':>8} {'lines':>7}")
-    apart = ("first path", "product", "tests", "benchmarks")
-    for name in [*sorted(tokens.keys() - set(apart)), *apart]:
-        told = f" ({', '.join(FIRST_PATH)})" if name == "first path" else ""
-        print(f"{tokens[name]:8,} {lines[name]:7,}  {name}{told}")
-    pages = lines_of(root / file for file in tracked if file.suffix in PAGES and file.parts[0] != "tests")
+    totals = ("first path", "product", "tests", "benchmarks")
+    for name in [*sorted(tokens.keys() - set(totals)), *totals]:
+        files = f" ({', '.join(FIRST_PATH)})" if name == "first path" else ""
+        print(f"{tokens[name]:8,} {lines[name]:7,}  {name}{files}")
+    pages = count_lines(root / file for file in tracked if file.suffix in PAGES and file.parts[0] != "tests")
     print(f"{'':8} {pages:7,}  templates, styles and scripts of pages")
 
 
-def lines_of(files) -> int:
-    """Return how many lines of these files are not blank."""
+def count_lines(files) -> int:
+    """Return the number of lines of these files that are not blank."""
     return sum(1 for file in files for line in file.read_text().splitlines() if line.strip())
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parent.parent, help="a checkout")
-    parser.add_argument("--files", action="store_true", help="also print each file")
+    parser.add_argument(
+        "root", nargs="?", type=Path, default=Path(__file__).parent.parent, help="checkout to count (default: this one)"
+    )
+    parser.add_argument("--files", action="store_true", help="also print the size of each file")
     args = parser.parse_args()
     main(args.root, args.files)

@@ -1,30 +1,28 @@
-"""Our loop against TRL's GRPOTrainer on the CPU: same toy Qwen2.5-VL, images, group size, lengths, reward and
-optimizer.
+"""Comparison of our loop with TRL's GRPOTrainer on the CPU, with the same toy Qwen2.5-VL, images, group size, lengths,
+reward and optimizer.
 
     pip install -c requirements.txt -r requirements-dev.txt
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python benchmarks/vs_trl.py                  # equality, then speed and memory
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python benchmarks/vs_trl.py --only equality --json equality.json
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python benchmarks/vs_trl.py --only speed --configs B --steps 8
 
-Equality: TRL samples a batch; its responses are cut to different lengths and its old log-probabilities are shifted, so
-that
-ratios clip. On this batch TRL's per-token log-probabilities, per-token weighted losses and gradients are compared with
-ours,
-which come from the same pixels, token ids and advantages, for each of LOSS_TYPES, vision tower frozen and trained.
+Equality: TRL samples a batch. Its responses are cut to different lengths and its old log-probabilities are shifted, so
+that ratios are clipped. On this batch TRL's per-token log-probabilities, per-token weighted losses and gradients are
+compared with ours, which are computed from the same pixels, token ids and advantages, for each of LOSS_TYPES, with a
+frozen and with a trained vision tower.
 
-Speed: each side lives in a fresh process of its own, with one thread; they take their steps in turn, and the minimum
-of each
-part counts. The end token cannot be sampled on either side, so both make exactly rollouts x new tokens. TRL's step is
-taken
-from on_step_begin to on_step_end: its data loading and logging are not counted, ours (decoding images, metrics) is.
+Speed: each side runs in a separate process with one thread. They run their steps in turn, and the minimum of each part
+is reported. The end token cannot be sampled on either side, so both generate exactly rollouts x new tokens. TRL's step
+is timed from on_step_begin to on_step_end: its data loading and logging are not counted, but ours (decoding images,
+metrics) are.
   generate   TRL: model.generate; ours: HFEngine.generate (log-probabilities and texts included)
   train      loss, backward, clipping, AdamW
   rest       images and prompts, rewards, advantages, packing, copying the weights to the engine
-The column "bound" is the ratio that arithmetic allows: TRL's FLOPs over ours, by packing.flop_rates. TRL sends the
-prompt and its images through the model once per response, padded to the longest prompt, when it samples and when it
-trains. We send them once per prompt, and each image through the frozen tower once in all. A ratio above its bound means
-that we do more FLOP/s than TRL. On both sides the tokens in the language model's forward are counted, padding included;
-the counts must equal the formula's.
+The column "bound" is the ratio that arithmetic allows: TRL's FLOPs over ours, by packing.flop_costs. TRL sends the
+prompt and its images through the model once per response, padded to the longest prompt, both when it samples and when
+it trains. We send them once per prompt, and each image through the frozen tower only once in total. A ratio above its
+bound means that we do more FLOP/s than TRL. On both sides the tokens in the language model's forward are counted,
+including padding; the counts must equal the formula's.
 Memory: peak resident set of each process above what it held before its first step.
 """
 
@@ -59,27 +57,25 @@ import grpo  # noqa: E402
 import train  # noqa: E402
 from engines.hf import HFEngine  # noqa: E402
 from model import ImageInput, Policy, Processor, VisionCache, load_hf  # noqa: E402
-from packing import Packer, flop_rates, group_flops, token_batch  # noqa: E402
+from packing import Packer, flop_costs, group_flops, make_token_batch  # noqa: E402
 from parallel.models import Models  # noqa: E402
-from parallel.sharding import full_parameters, make_optimizer, shard  # noqa: E402
+from parallel.sharding import FullParameters, apply_fsdp, make_optimizer  # noqa: E402
 from prepare_data import Example  # noqa: E402
-from report.log import Skipped  # noqa: E402
+from report.log import SkippedUpdates  # noqa: E402
 from report.metrics import rollout_metrics  # noqa: E402
-from rollout import GroupPool, Prompt, Rollout, Sampling, make_prompts  # noqa: E402
-from tasks.shapes import png, shapes_rows  # noqa: E402
-from utils import Meter, dist_setup  # noqa: E402
+from rollout import GroupPool, Prompt, Rollout, SamplingParams, make_prompts  # noqa: E402
+from tasks.shapes import encode_png, shapes_rows  # noqa: E402
+from utils import Meter, setup_distributed  # noqa: E402
 
 LR, MAX_GRAD_NORM = 1e-4, 1.0
 TOWERS = ("frozen", "trained")
-# Our flags -> TRL's settings. CISPO's bounds are ratios in TRL and distances from 1 with us; it knows no lower one.
+# Our flags -> TRL's settings. CISPO's bound is a ratio in TRL and a distance from 1 in our code; TRL has no lower one.
 LOSS_TYPES = {
     "token": ("", {"loss_type": "dapo"}),
     "seq": ("--loss-agg seq", {"loss_type": "grpo"}),
     "const": ("--loss-agg const", {"loss_type": "dr_grpo"}),
-    "bnpo": (
-        "--algo-args dual_clip=1.3",
-        {"loss_type": "bnpo", "delta": 1.3},
-    ),  # all tokens of the batch count the same; here it is the step
+    # bnpo weights all tokens of a batch equally; here the batch is the whole step
+    "bnpo": ("--algo-args dual_clip=1.3", {"loss_type": "bnpo", "delta": 1.3}),
     "higher": ("--clip-high 0.28", {"loss_type": "dapo", "epsilon_high": 0.28}),
     "gspo": (
         "--algo gspo --clip-low 0.1 --clip-high 0.15",
@@ -96,13 +92,13 @@ LOSS_TYPES = {
 class Config:
     hidden: int
     layers: int
-    pixels: int  # a side
+    pixels: int  # per side
     prompts: int
     group: int
     new_tokens: int
-    micro_tokens: int  # our budget of a micro-batch
+    micro_tokens: int  # our token budget of a micro-batch
     speed_bar: float  # how many times faster than TRL the whole step must be
-    memory_bar: float | None  # at most this share of TRL's memory
+    memory_bar: float | None  # max fraction of TRL's memory
 
     @property
     def rollouts(self) -> int:
@@ -121,20 +117,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    p.add_argument("--short", action="store_true", help="one loss, and two steps of a tiny configuration: does it run?")
-    p.add_argument("--only", choices=("equality", "speed"), help="leave the other part out")
-    p.add_argument("--configs", nargs="+", choices=tuple(CONFIGS), default=list(CONFIGS), help="of the speed part")
-    p.add_argument("--steps", type=int, default=8, help="steps of each side; the first is a warm-up and not counted")
-    p.add_argument("--prompts", type=int, help="prompts a step, instead of the configuration's")
+    p.add_argument("--short", action="store_true", help="only check that it runs: one loss, two tiny steps")
+    p.add_argument("--only", choices=("equality", "speed"), help="run only this part")
+    p.add_argument("--configs", nargs="+", choices=tuple(CONFIGS), default=list(CONFIGS), help="for the speed part")
+    p.add_argument("--steps", type=int, default=8, help="steps of each side; the first is not counted (warmup)")
+    p.add_argument("--prompts", type=int, help="prompts per step, instead of the configuration's")
     p.add_argument("--group", type=int, help="responses per prompt, instead of the configuration's")
     p.add_argument("--new-tokens", type=int, help="tokens of each response, instead of the configuration's")
     p.add_argument("--micro-tokens", type=int, help="our token budget of a micro-batch, instead of the configuration's")
-    p.add_argument("--trl-accumulation", type=int, default=1, help="micro-batches into which TRL cuts its rollouts")
+    p.add_argument("--trl-accumulation", type=int, default=1, help="micro-batches into which TRL splits its rollouts")
     p.add_argument(
-        "--trl-checkpointing", action="store_true", help="TRL's gradient checkpointing, its default (here: off, faster)"
+        "--trl-checkpointing", action="store_true", help="use gradient checkpointing in TRL (TRL's default; slower)"
     )
-    p.add_argument("--profile", metavar="FILE", help="write a cProfile of our steps (they are slower under it)")
-    p.add_argument("--json", metavar="FILE", help="write all numbers there")
+    p.add_argument("--profile", metavar="FILE", help="write a cProfile of our steps (which slows them down)")
+    p.add_argument("--json", metavar="FILE", help="write all numbers to this file")
     args = p.parse_args(argv)
     if args.short:
         args.configs, args.steps, args.prompts, args.group, args.new_tokens = ["A"], 2, 2, 4, 8
@@ -142,11 +138,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What both sides share
+# Code for both sides
 
 
 def rewards(n: int) -> list[float]:
-    """Return a batch's rewards: all different, whatever was sampled, so that every response has a gradient."""
+    """Return the rewards of a batch. They all differ, whatever was sampled, so every response has a gradient."""
     return [i * 0.618 % 1 for i in range(n)]
 
 
@@ -155,22 +151,22 @@ def their_reward(completions: list, **_: object) -> list[float]:
 
 
 def examples(n: int, pixels: int) -> list[Example]:
-    """Rows of the shapes task with their images enlarged."""
-    found = []
+    """Return rows of the shapes task with enlarged images."""
+    result = []
     for row in shapes_rows(n, "train", seed=0):
         image = Image.open(io.BytesIO(row["images"][0]["bytes"])).convert("RGB").resize((pixels, pixels))
         extra, truth = row["extra_info"], row["reward_model"]["ground_truth"]
-        found.append(Example(extra["uid"], row["data_source"], row["prompt"], [png(image)], truth, extra))
-    return found
+        result.append(Example(extra["uid"], row["data_source"], row["prompt"], [encode_png(image)], truth, extra))
+    return result
 
 
 def silent_ids(processor) -> list[int]:
-    """What neither side may sample in the speed part: vision placeholders and the end token."""
+    """Return the tokens that neither side may sample in the speed part: vision placeholders and the end token."""
     return sorted({*processor.banned_ids, *processor.eos_ids})
 
 
 class Clock:
-    """Seconds per name since the last `pop`."""
+    """A timer that sums the seconds per name since the last `pop`."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -215,19 +211,19 @@ class TokenCounter:
 def arithmetic(config: Config, hf_config, prompt_tokens: Sequence[int], patches: int) -> dict[tuple[str, str], dict]:
     """Return, for each side and part, the language tokens and the FLOPs of a step on prompts of these lengths, each
     with an image of `patches` patches. The last token of a response goes through the model only in TRL's training."""
-    found = {}
+    work = {}
     padded, new = [max(prompt_tokens)] * config.prompts, config.new_tokens
-    # the frozen tower has no backward; TRL runs it in both parts, we keep its features
+    # the frozen tower has no backward; TRL runs it in both parts, we cache its features
     for side, part, lengths, share, inputs, forwards, vision in (
         ("trl", "generate", padded * config.group, 1, new - 1, 1, 1.0),
         ("trl", "train", padded * config.group, 1, new, 3, 1 / 3),
         ("ours", "generate", padded, config.group, new - 1, 1, 1.0),
         ("ours", "train", prompt_tokens, config.group, new - 1, 3, 0.0),
     ):
-        rates = flop_rates(hf_config, vision)
-        flops = sum(group_flops(rates, n, [patches], [inputs] * share, new * share) for n in lengths)
-        found[side, part] = {"tokens": sum(lengths) + config.rollouts * inputs, "flops": forwards * flops}
-    return found
+        costs = flop_costs(hf_config, vision)
+        flops = sum(group_flops(costs, n, [patches], [inputs] * share, new * share) for n in lengths)
+        work[side, part] = {"tokens": sum(lengths) + config.rollouts * inputs, "flops": forwards * flops}
+    return work
 
 
 def status_kib(field: str) -> int:
@@ -237,7 +233,7 @@ def status_kib(field: str) -> int:
 
 
 def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts afresh from what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to what is resident now
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -245,15 +241,15 @@ def reset_peak() -> None:
 
 
 def make_trainer(model: Path, rows: list[Example], out: Path, **changes):
-    """GRPOTrainer without vLLM, KL term, evaluation, logging and files. `changes` are of its settings, but for reward
-    and train_vision."""
+    """Return a GRPOTrainer without vLLM, KL term, evaluation, logging and files. `changes` override its settings;
+    `reward` and `train_vision` among them are ours."""
     import datasets
     import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from trl import GRPOConfig, GRPOTrainer
 
     class ImagesOnly(transformers.Qwen2_5_VLProcessor):
-        """Without the video processor, which needs torchvision."""
+        """The processor without its video processor, which needs torchvision."""
 
         @classmethod
         def get_attributes(cls) -> list[str]:
@@ -265,7 +261,7 @@ def make_trainer(model: Path, rows: list[Example], out: Path, **changes):
         def check_argument_for_proper_class(self, *_) -> None:
             pass
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model, padding_side="left")  # what TRL asks for
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, padding_side="left")  # TRL requires left padding
     processor = ImagesOnly(
         Qwen2VLImageProcessorPil.from_pretrained(model), tokenizer, chat_template=tokenizer.chat_template
     )
@@ -315,7 +311,7 @@ def their_worker(pipe, model: Path, config: Config, args: argparse.Namespace) ->
     clock, made = Clock(), []
 
     class Turns(transformers.TrainerCallback):
-        """One step whenever the other end of the pipe asks for it."""
+        """Run one step for each message from the other end of the pipe."""
 
         def on_step_begin(self, *_, **__) -> None:
             pipe.recv()
@@ -373,8 +369,8 @@ def their_worker(pipe, model: Path, config: Config, args: argparse.Namespace) ->
 # Our side
 
 
-def our_settings(config: Config, more: str = "") -> train.Config:
-    """The flags of train.py, as parsed."""
+def our_settings(config: Config, more_flags: str = "") -> train.Config:
+    """Return the parsed flags of train.py."""
     named = {
         "prompts-per-step": config.prompts,
         "group-size": config.group,
@@ -387,12 +383,12 @@ def our_settings(config: Config, more: str = "") -> train.Config:
     flags = ["--model", "-", "--data", "-", "--out", "-", "--steps", "1"]
     for name, value in named.items():
         flags += [f"--{name}", str(value)]
-    return train.parse_args([*flags, *more.split()])
+    return train.parse_args([*flags, *more_flags.split()])
 
 
 def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    ctx = dist_setup()
+    ctx = setup_distributed()
     cfg = our_settings(config)
     algo = cfg.algo
     processor = Processor(str(model))
@@ -401,35 +397,35 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
     policy = Policy(load_hf(str(model)), processor, cache=cache)
     policy.banned = torch.tensor(silent_ids(processor))
     policy.train()
-    shard(policy, ctx.device, torch.float32)
+    apply_fsdp(policy, ctx.device, torch.float32)
     models = Models(policy, make_optimizer(policy, cfg.optim.lr, cfg.optim.weight_decay))
     engine = HFEngine(load_hf(str(model)), processor, ctx.device, vision_cache=cache)
     engine.banned = policy.banned
-    packer = Packer(config.micro_tokens, processor.image_token_id, flop_rates(policy.hf.config))
-    skipped = Skipped(model, ctx)
+    packer = Packer(config.micro_tokens, processor.image_token_id, flop_costs(policy.hf.config))
+    skipped = SkippedUpdates(model, ctx)
     clock, counter = Clock(), TokenCounter(policy.hf, engine.hf)
 
     def step(number: int) -> dict:
-        """The numbered parts of a step of train.py."""
+        """Run the phases of a training step as in train.py."""
         meter = Meter()
         pool = GroupPool(algo, cfg.rollout, number, ctx)
         with clock("prompts"):
             prompts = make_prompts(rows[number * config.prompts : (number + 1) * config.prompts], processor)
         with clock("generate"):
             engine.wake()
-            rollouts = engine.generate(prompts, algo.group_size, Sampling(config.new_tokens, seed=number))
+            rollouts = engine.generate(prompts, algo.group_size, SamplingParams(config.new_tokens, seed=number))
             engine.sleep()
         pool.add(rollouts, [{"reward": reward} for reward in rewards(len(rollouts))])
         with clock("pack"):
-            batch = train.make_batch(pool, cfg, packer, ctx, meter)
-        train.compute_before_update(batch, models, cfg)
+            batch = train.pack_batch(pool, cfg, packer, ctx, meter)
+        train.compute_logprobs_and_values(batch, models, cfg)
         train.set_advantages(batch, algo, algo.kl_coef, ctx, meter)
         with clock("train"):
-            train.update_policy(models, batch, cfg, train.State(step=number), ctx, meter, skipped)
+            train.update_policy(models, batch, cfg, train.TrainState(step=number), ctx, meter, skipped)
         with clock("sync"):
-            engine.load_weights(full_parameters(policy, trainable_only=True))
+            engine.load_weights(FullParameters(policy, trainable_only=True))
         metrics = rollout_metrics(pool, {}) | meter.reduce(ctx)
-        assert metrics["update/tokens"] == metrics["rollout/tokens"], "a rollout without a gradient costs us no forward"
+        assert metrics["update/tokens"] == metrics["rollout/tokens"], "rollouts without a gradient are not packed"
         work = arithmetic(
             config, policy.hf.config, [len(p.token_ids) for p in prompts], math.prod(prompts[0].images[0].grid_thw)
         )
@@ -464,7 +460,7 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
 
 
 def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
-    """Both sides in turn; minima of the seconds, and the memory."""
+    """Run the steps of both sides in turn. Print and return the minimum seconds, and the memory."""
     context, measured = mp.get_context("spawn"), {"trl": [], "ours": []}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
@@ -481,15 +477,15 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
                 measured[side].append(pipe.recv())
         parameters = sum(p.numel() for p in load_hf(str(model)).parameters())
     tokens = {row["tokens"] for row in chain.from_iterable(measured.values())}
-    assert tokens == {config.rollouts * config.new_tokens}, f"the sides made different numbers of tokens: {tokens}"
+    assert tokens == {config.rollouts * config.new_tokens}, f"the sides generated different numbers of tokens: {tokens}"
     works = [row.pop("arithmetic") for row in measured["ours"]]
     for number, work in enumerate(works):
         for (side, part), computed in work.items():
             counted = measured[side][number]["computed"][part]
-            # responses that begin with the same token share it, which the arithmetic does not know beforehand
+            # responses that begin with the same token share it, which the arithmetic cannot predict
             close = 0 <= computed["tokens"] - counted <= 0.01 * computed["tokens"]
-            assert close, f"{side}, {part}: {counted} tokens, not {computed['tokens']}"
-    mean = {side: {what: {} for what in ("tokens", "flops")} for side in measured}  # without the first step, a warm-up
+            assert close, f"{side}, {part}: {counted} tokens, expected {computed['tokens']}"
+    mean = {side: {what: {} for what in ("tokens", "flops")} for side in measured}  # without the first step, a warmup
     for side, part in works[0]:
         for what, numbers in mean[side].items():
             numbers[part] = statistics.mean(work[side, part][what] for work in works[1:])
@@ -504,25 +500,23 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
     ratio = {part: best["trl"][part] / best["ours"][part] for part in best["ours"]}
     print(
         f"\n{name}: {parameters / 1e6:.2f} M parameters (hidden {config.hidden}, {config.layers} layers), "
-        f"{config.pixels}-pixel "
-        f"images, {config.prompts} prompts x {config.group} = {config.rollouts} rollouts of {config.new_tokens} "
-        "tokens; minima of "
-        f"{args.steps - 1} interleaved steps, one thread"
+        f"{config.pixels}-pixel images, {config.prompts} prompts x {config.group} = {config.rollouts} rollouts of "
+        f"{config.new_tokens} tokens; minimum of {args.steps - 1} interleaved steps, one thread"
     )
     print(f"{'seconds':22} {'TRL':>8} {'ours':>8} {'ratio':>7} {'bound':>7}")
     for part in ("step", "generate", "train", "rest"):
-        beside = f" {bound[part]:6.2f}x" if part in bound else ""
-        print(f"{part:22} {best['trl'][part]:8.3f} {best['ours'][part]:8.3f} {ratio[part]:6.2f}x{beside}")
+        bound_cell = f" {bound[part]:6.2f}x" if part in bound else ""
+        print(f"{part:22} {best['trl'][part]:8.3f} {best['ours'][part]:8.3f} {ratio[part]:6.2f}x{bound_cell}")
     for label, what, unit in (("tokens", "tokens", 1), ("GFLOP", "flops", 1e9)):
         for part in ("step", "generate", "train"):
             theirs, ours = (mean[side][what][part] / unit for side in ("trl", "ours"))
             print(f"{f'{label}, {part}':22} {theirs:8.6g} {ours:8.6g} {theirs / ours:6.2f}x")
     print(
-        f"{'MiB over the start':22} {best['trl']['mib']:8.1f} {best['ours']['mib']:8.1f} {1 / ratio['mib']:6.2f} of "
+        f"{'MiB above start':22} {best['trl']['mib']:8.1f} {best['ours']['mib']:8.1f} {1 / ratio['mib']:6.2f} of "
         "TRL's"
     )
     print(
-        f"{'MiB in all':22} {best['trl']['peak_mib']:8.1f} {best['ours']['peak_mib']:8.1f} "
+        f"{'MiB in total':22} {best['trl']['peak_mib']:8.1f} {best['ours']['peak_mib']:8.1f} "
         f"{1 / ratio['peak_mib']:6.2f} of TRL's"
     )
     verdicts = [f"step at least {config.speed_bar}x faster: {'yes' if ratio['step'] >= config.speed_bar else 'NO'}"]
@@ -539,14 +533,14 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
 
 
 class _Caught(Exception):
-    """TRL's loop has done what we wanted from it."""
+    """Raised to stop TRL's loop once its gradients are computed."""
 
 
 def their_gradients(model: Path, out: Path, name: str, train_vision: bool) -> tuple[dict, dict[str, torch.Tensor]]:
-    """TRL's own batch with what it computes on it: everything (rows, columns), and the gradients by name."""
+    """Return TRL's own batch with all that TRL computes on it, in (rows, columns), and the gradients by name."""
     import transformers
 
-    got: dict = {}
+    batch: dict = {}
 
     class Stop(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, *_, **__) -> None:
@@ -568,11 +562,11 @@ def their_gradients(model: Path, out: Path, name: str, train_vision: bool) -> tu
 
     def scored(*args, **kwargs):
         out = score(*args, **kwargs)
-        got["logp"], got["entropy"] = out[0].detach().clone(), out[1].detach().clone()
+        batch["logp"], batch["entropy"] = out[0].detach().clone(), out[1].detach().clone()
         return out
 
     def loss(hf, inputs):
-        """On the batch as sampled, but for lengths and old log-probabilities."""
+        """Compute the loss on the sampled batch, but with changed lengths and old log-probabilities."""
         lengths = torch.arange(len(inputs["completion_ids"])) % 12 + 1
         inputs["completion_mask"] = inputs["completion_mask"] * (
             torch.arange(inputs["completion_ids"].shape[1]) < lengths[:, None]
@@ -582,18 +576,18 @@ def their_gradients(model: Path, out: Path, name: str, train_vision: bool) -> tu
             trainer.model.eval()
             loss_of(hf, inputs)
             trainer.model.train()
-        shift = torch.randn(got["logp"].shape, generator=torch.Generator().manual_seed(1)) * 0.3
-        # advantages per token are allowed; the loss is linear in them, so that their gradient is each token's loss /
-        # advantage
+        shift = torch.randn(batch["logp"].shape, generator=torch.Generator().manual_seed(1)) * 0.3
+        # TRL accepts advantages per token. The loss is linear in them, so their gradient is each token's
+        # loss / advantage
         per_token = inputs["advantages"][:, None].expand_as(shift).clone().requires_grad_()
         inputs |= {
-            "old_per_token_logps": got["logp"] + shift,
-            "ref_per_token_logps": got["logp"] - 2 * shift,
+            "old_per_token_logps": batch["logp"] + shift,
+            "ref_per_token_logps": batch["logp"] - 2 * shift,
             "advantages": per_token,
         }
         trainer.beta = LOSS_TYPES[name][1].get("beta", 0.0)
         total = loss_of(hf, inputs)
-        got.update(inputs, loss=total.detach())
+        batch.update(inputs, loss=total.detach())
         return total
 
     trainer._get_per_token_logps_and_entropies, trainer._compute_loss = scored, loss
@@ -602,16 +596,16 @@ def their_gradients(model: Path, out: Path, name: str, train_vision: bool) -> tu
         trainer.train()
     except _Caught:
         pass
-    got["per_token_loss"] = (got["advantages"] * got["advantages"].grad).detach()
-    return got, {
+    batch["per_token_loss"] = (batch["advantages"] * batch["advantages"].grad).detach()
+    return batch, {
         n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.requires_grad and p.grad is not None
     }
 
 
 def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
-    """Largest differences of log-probabilities, per-token losses and gradients between TRL and us on TRL's batch."""
+    """Return the largest differences of log-probabilities, per-token losses and gradients between TRL and us."""
     if not torch.distributed.is_initialized():
-        dist_setup()
+        setup_distributed()
     with tempfile.TemporaryDirectory() as out:
         theirs, their_grads = their_gradients(model, Path(out), name, train_vision)
     processor = Processor(str(model))
@@ -620,7 +614,7 @@ def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
     patches = theirs["image_grid_thw"].prod(dim=1).tolist()
     rollouts = []
     uids: dict[tuple, str] = {}
-    places: list[int] = []  # where TRL has each of our tokens
+    positions: list[int] = []  # the position of each of our tokens in TRL's batch
     for b, pixels in enumerate(theirs["pixel_values"].split(patches)):
         prompt = theirs["prompt_ids"][b][theirs["prompt_mask"][b].bool()].tolist()
         response = theirs["completion_ids"][b][mask[b]].tolist()
@@ -629,26 +623,25 @@ def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
         grid = tuple(theirs["image_grid_thw"][b].tolist())
         image = ImageInput(key, None, grid, len(pixels) // processor.merge_size**2, lambda _, device, own=pixels: own)
         sampled = [True] * len(response)
-        asked = Prompt(uid, prompt, [image], None, [])
-        rollouts.append(Rollout(asked, 0, response, sampled, [0.0] * len(sampled), "stop"))
-        places += range(b * width, b * width + len(response))
-    # micro-batches so small that prompts are spread over several; of two updates, or nothing would be clipped
-    cfg = our_settings(Config(0, 1, 0, 4, 4, 12, 150, 0, None), f"--epochs 2 {LOSS_TYPES[name][0]}")
+        record = Prompt(uid, prompt, [image], None, [])
+        rollouts.append(Rollout(record, 0, response, sampled, [0.0] * len(sampled), "stop"))
+        positions += range(b * width, b * width + len(response))
+    # use micro-batches so small that prompts are spread over several, and two updates, as one would clip nothing
+    cfg = our_settings(Config(0, 1, 0, 4, 4, 12, 150, 0, None), f"--update-epochs 2 {LOSS_TYPES[name][0]}")
     n_tokens = [len(r.response) for r in rollouts]
     weights = grpo.token_weights(n_tokens, [True] * n, cfg.algo.loss_agg, cfg.rollout.max_new_tokens)
-    tokens = token_batch(rollouts, weights)
-    place_N = torch.tensor(places)
-    tokens.advantages = theirs["advantages"].detach().flatten()[place_N]
-    tokens.old_logps = theirs["old_per_token_logps"].flatten()[place_N]
-    tokens.ref_logps = theirs["ref_per_token_logps"].flatten()[place_N]
+    tokens = make_token_batch(rollouts, weights)
+    position_N = torch.tensor(positions)
+    tokens.advantages = theirs["advantages"].detach().flatten()[position_N]
+    tokens.old_logps = theirs["old_per_token_logps"].flatten()[position_N]
+    tokens.ref_logps = theirs["ref_per_token_logps"].flatten()[position_N]
     micros = Packer(cfg.optim.micro_tokens, processor.image_token_id).pack(rollouts)
     policy_loss = grpo.PolicyLoss(cfg.algo, cfg.algo.kl_coef)
     policy = Policy(load_hf(str(model)), processor, "all" if train_vision else "none")
-    policy.banned = torch.zeros(
-        0, dtype=torch.long
-    )  # TRL bans tokens from sampling, but not from its loss's normaliser
+    # TRL bans tokens from sampling, but not from the normaliser of its loss
+    policy.banned = torch.zeros(0, dtype=torch.long)
     policy.train()
-    shard(policy, torch.device("cpu"), torch.float32)
+    apply_fsdp(policy, torch.device("cpu"), torch.float32)
     ours = {name: torch.zeros(n * width) for name in ("logp", "entropy", "per_token_loss")}
     loss = 0.0
     clipped = 0.0
@@ -660,13 +653,13 @@ def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
         loss += out.loss.item()
         clipped += indicators["clipped"].sum().item()
         for column, value_K in (("logp", out.logp_K), ("entropy", out.entropy_K), ("per_token_loss", weighted_K)):
-            ours[column][place_N[micro.token_index_K]] = value_K
+            ours[column][position_N[micro.token_index_K]] = value_K
     gradients = {
         n.removeprefix("hf."): p.grad.full_tensor() for n, p in policy.named_parameters() if p.grad is not None
     }
     assert gradients.keys() == their_grads.keys(), sorted(gradients.keys() ^ their_grads.keys())
     real = mask.flatten()
-    scale = real.sum()  # the weights are near 1 / tokens; without them a difference is one of a token's loss
+    scale = real.sum()  # the weights are about 1 / tokens; scaled by tokens, a difference is that of one token's loss
     differences = {
         "logp": (ours["logp"] - theirs["logp"].flatten())[real].abs().max(),
         "entropy": (ours["entropy"] - theirs["entropy"].flatten())[real].abs().max(),
@@ -675,7 +668,7 @@ def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
         "gradient_max": max((gradients[k] - g).abs().max() for k, g in their_grads.items()),
         "gradient_relative": max((gradients[k] - g).norm() / g.norm().clamp(min=1e-6) for k, g in their_grads.items()),
     }
-    seen = {
+    facts = {
         "tokens": scale,
         "clipped": clipped,
         "prompts": len(uids),
@@ -684,7 +677,7 @@ def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
         "gradient_norm": torch.stack([g.norm() for g in their_grads.values()]).norm(),
         "loss_size": abs(loss),
     }
-    return {name: float(value) for name, value in (differences | seen).items()}
+    return {name: float(value) for name, value in (differences | facts).items()}
 
 
 def equality(losses: Sequence[str], towers: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -743,4 +736,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as train.py ends: gloo's threads must not meet a dying interpreter
+    os._exit(0)  # exit as train.py does: gloo's threads must not outlive the interpreter

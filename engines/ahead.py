@@ -1,11 +1,13 @@
-"""--async-steps K: batches of prompts that are sampled while the trainer computes.
+"""Sampling ahead (--async-steps K): later batches of prompts are sampled while the trainer computes.
 
-The batch that a step needs and the K after it are sampled together, each in a thread. Steps take them in the order of
-the data, whichever is finished first. A checkpoint holds a position alone: unfinished batches are sampled again.
+The batch that a step needs and the K batches after it are sampled at the same time, each in a thread. Steps use batches
+in the order of the data, not in the order in which they finish. A checkpoint only has a position in the data, so a
+resumed run samples unfinished batches again.
 
-No token is older than K syncs when it is trained. A batch begun in step s, j <= K after the one that s needs, is
-trained in step s + j at the latest, as each step takes at least one batch, and there are j syncs in between. That holds
-if a response begins with the newest weights; groups where it does not are dropped and sampled again.
+No token is older than K syncs when it is trained. Let batch j <= K after the one that step s needs be started in step
+s. Each step uses at least one batch, so this batch is trained in step s + j at the latest, and there are j syncs in
+between. This holds if its responses begin with the newest weights; groups where they do not are dropped and sampled
+again.
 """
 
 import time
@@ -17,78 +19,82 @@ from itertools import chain, count
 
 import torch
 
-from packing import Batch
+from packing import TrainBatch
 from rollout import (
     Batches,
     Engine,
     EngineWrapper,
-    OnRollout,
     Prompt,
     PromptBatch,
     Rollout,
+    RolloutCallback,
     RolloutCounter,
-    Sampling,
+    SamplingParams,
 )
-from utils import Meter, in_thread
+from utils import Meter, run_in_thread
 
 
 class Ahead(EngineWrapper):
-    """An engine whose `generate` begins the batch that a step needs and those after it, and waits for the first.
-    Prompts that are no PromptBatch, those of an evaluation, are sampled at once."""
+    """An engine whose `generate` starts to sample the batch that a step needs and the batches after it, and waits for
+    the first. Prompts that are not a PromptBatch (those of an evaluation) are sampled directly."""
 
     def __init__(self, engine: Engine, batches: Batches):
         super().__init__(engine)
         self.batches = batches
-        self.max_age = batches.cfg.servers.async_steps  # syncs since a token was sampled, and batches ahead
-        self.begun: dict[int, tuple[RolloutCounter, Future]] = {}  # by position
-        self.finished = RolloutCounter()
-        self.trained_version = 0  # of the weights that the step's tokens are compared with
+        self.max_age = batches.cfg.servers.async_steps  # max syncs since a token was sampled; also max batches ahead
+        self.pending: dict[int, tuple[RolloutCounter, Future]] = {}  # position in the data -> batch being sampled
+        self.progress = RolloutCounter()
+        self.trained_version = 0  # weights version from which the age of the step's tokens is counted
         self.meter = Meter()
-        self.since = time.monotonic()
+        self.last_report = time.monotonic()
 
     def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, on_rollout: RolloutCallback | None = None
     ) -> list[Rollout]:
+        """Start to sample `prompts` and the next K batches, unless they are being sampled, and return the rollouts of
+        `prompts` once they are finished."""
         if not isinstance(prompts, PromptBatch):
             return self.engine.generate(prompts, n, sampling, on_rollout)
         for batch in (prompts, *self._draw_ahead(prompts.position)):
-            if batch.position not in self.begun:
-                counter = RolloutCounter(on_rollout if batch.context else None)  # else its step is not known yet
+            if batch.position not in self.pending:
+                counter = RolloutCounter(on_rollout if batch.context else None)  # None: its step is not known yet
                 work = partial(self.engine.generate, batch, n, batch.sampling, counter.add)
-                self.begun[batch.position] = counter, in_thread(work, f"batch {batch.position}")
+                self.pending[batch.position] = counter, run_in_thread(work, f"batch {batch.position}")
         if "async/queue" not in self.meter.totals:  # the step's first batch
-            self.trained_version = self.engine.version
-            counters, futures = zip(*self.begun.values(), strict=True)
-            self.meter.add("async/queue", sum(future.done() for future in futures))
+            self.trained_version = self.engine.weights_version
+            counters, futures = zip(*self.pending.values(), strict=True)
+            self.meter.add_mean("async/queue", sum(future.done() for future in futures))
             self.meter.sum("async/in_flight", sum(n * len(prompts) - counter.rollouts for counter in counters))
-        self.finished, future = self.begun.pop(prompts.position)
+        self.progress, future = self.pending.pop(prompts.position)
         start = time.monotonic()
         rollouts = future.result()
         for prompt in prompts:
             prompt.context = prompts.context
-        self._renew(rollouts, prompts.position, n, on_rollout)
+        self._resample_stale(rollouts, prompts.position, n, on_rollout)
         self.meter.sum("waited", time.monotonic() - start)
         return rollouts
 
     def _draw_ahead(self, position: int) -> list[PromptBatch]:
-        """Draw those of the K batches after a position that were not drawn yet. Each is for the step that will train on
-        it if every step takes one: of the same curriculum stage, and not after the last step."""
-        batches, now, drawn = self.batches, self.batches.state.step, []
-        stage_of = batches.curriculum.number
+        """Draw those of the next K batches that are not drawn yet. Each is meant for the step that trains on it if
+        every step uses one batch; this step must be in the current curriculum stage and not after the last step."""
+        batches, current_step, drawn = self.batches, self.batches.state.step, []
+        stage_index = batches.curriculum.stage_index
         for ahead in range(1, self.max_age + 1):
-            step = now + ahead
-            wanted = step < batches.cfg.run.steps and stage_of(step) == stage_of(now)
-            if wanted and position + ahead not in batches.drawn:
-                # With --sample-rounds a step may take several batches, so the step is not known yet
-                known = batches.cfg.algo.sample_rounds == 1
-                drawn.append(batches.draw(step, position + ahead, step_known=known))
+            step = current_step + ahead
+            is_needed = step < batches.cfg.run.steps and stage_index(step) == stage_index(current_step)
+            if is_needed and position + ahead not in batches.prepared:
+                # with --max-gen-batches above 1 a step may use several batches, so the step is not known yet
+                step_known = batches.cfg.algo.max_gen_batches == 1
+                drawn.append(batches.draw(step, position + ahead, step_known=step_known))
         return drawn
 
-    def _renew(self, rollouts: list[Rollout], position: int, n: int, on_rollout: OnRollout | None) -> None:
-        """Replace groups with a token that is too old by new ones, sampled with the newest weights."""
-        for again in count(1):
-            oldest = self.engine.version - self.max_age
-            versions = {  # of the tokens of each group, by the place of its first rollout
+    def _resample_stale(
+        self, rollouts: list[Rollout], position: int, n: int, on_rollout: RolloutCallback | None
+    ) -> None:
+        """Replace groups that have a token older than K syncs by new ones, sampled with the newest weights."""
+        for attempt in count(1):
+            oldest = self.engine.weights_version - self.max_age
+            versions = {  # index of a group's first rollout -> weights versions of the group's tokens
                 i: list(chain.from_iterable(r.versions for r in rollouts[i : i + n]))
                 for i in range(0, len(rollouts), n)
             }
@@ -98,23 +104,23 @@ class Ahead(EngineWrapper):
             if not stale:
                 return
             prompts = [rollouts[i].prompt for i in stale]
-            renewed = self.engine.generate(prompts, n, self.batches.sampling(position, again), on_rollout)
+            resampled = self.engine.generate(prompts, n, self.batches.sampling(position, attempt), on_rollout)
             for k, i in enumerate(stale):
-                rollouts[i : i + n] = renewed[k * n : (k + 1) * n]
+                rollouts[i : i + n] = resampled[k * n : (k + 1) * n]
 
-    def step_metrics(self, batch: Batch) -> dict[str, float]:
-        """Return metrics of a step that trained on this batch, since the last call: docs/metrics.md."""
+    def step_metrics(self, batch: TrainBatch) -> dict[str, float]:
+        """Return the async/* metrics (docs/metrics.md) since the last call, for a step that trained on this batch."""
         meter, self.meter = self.meter, Meter()
-        now, since = time.monotonic(), self.since
-        self.since = now
-        meter.add("async/trainer_idle", meter.totals.pop("waited") / (now - since))
+        now, last_report = time.monotonic(), self.last_report
+        self.last_report = now
+        meter.add_mean("async/trainer_idle", meter.totals.pop("waited") / (now - last_report))
         versions_N = torch.tensor(list(chain.from_iterable(r.versions for r in batch.rollouts)), dtype=torch.float64)
         ages = (self.trained_version - versions_N)[batch.tokens.weights > 0]
-        meter.add("async/staleness", ages.sum(), len(ages))
+        meter.add_mean("async/staleness", ages.sum(), len(ages))
         meter.max("async/staleness_max", ages.max() if len(ages) else 0)
         for r in batch.rollouts:
-            meter.add("async/mixed", len(set(r.versions)) > 1)
+            meter.add_mean("async/mixed", len(set(r.versions)) > 1)
         for name, value in self.engine.metrics().items():
-            meter.add(f"async/{name}", value)
-        everyone = replace(self.batches.ctx, tp=1)  # also where some train together, each process samples for itself
-        return meter.reduce(everyone)
+            meter.add_mean(f"async/{name}", value)
+        all_ranks = replace(self.batches.ctx, tp=1)  # tensor-parallel ranks train together, but each one samples
+        return meter.reduce(all_ranks)

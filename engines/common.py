@@ -1,5 +1,5 @@
-"""What vLLM in the trainer's process and servers have in common: short requests, what answers must be, and weights in
-buckets."""
+"""Helpers that engines/vllm.py and the servers' code share: requests with unexpanded images, checks of what an engine
+returns, and buckets of weights."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,12 +8,13 @@ import torch
 
 from errors import UserError, need
 from model import Processor
-from rollout import NOT_FINITE, Rollout
+from rollout import NOT_FINITE_MESSAGE, Rollout
 from utils import NamedTensors
 
 
 def iter_buckets(named_tensors: NamedTensors, max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield consecutive tensors in lists of at most `max_bytes`, a larger tensor alone. Only one list is in memory."""
+    """Yield lists of consecutive tensors of at most `max_bytes` each. A larger tensor gets its own list. Only one
+    list is in memory at a time."""
     bucket, size = [], 0
     for name, tensor in named_tensors:
         if bucket and size + tensor.nbytes > max_bytes:
@@ -25,31 +26,33 @@ def iter_buckets(named_tensors: NamedTensors, max_bytes: int) -> Iterator[list[t
         yield bucket
 
 
-def build_request(rollout: Rollout, room: int, processor: Processor, max_model_len: int) -> tuple:
-    """Return what an engine needs for a rollout's next response: (uid, sample, turn, room, ids, images), where `ids`
-    have one placeholder for all tokens of an image."""
+def build_request(rollout: Rollout, max_tokens: int, processor: Processor, max_model_len: int) -> tuple:
+    """Return (uid, sample index, turn, max tokens, token ids, images) of a request for a rollout's next response. The
+    token ids have one placeholder for each image."""
     prompt = rollout.prompt
     response, images = iter(rollout.response), iter(rollout.images)
-    short = list(prompt.short_ids)
+    unexpanded_ids = list(prompt.unexpanded_ids)
     for token in response:
-        short.append(token)
+        unexpanded_ids.append(token)
         if token == processor.image_token_id:
             skipped = next(images).n_tokens - 1
-            assert all(next(response) == token for _ in range(skipped)), "an image's tokens stand together"
+            assert all(next(response) == token for _ in range(skipped)), "the tokens of an image must be consecutive"
     length = len(prompt.token_ids) + len(rollout.response)
-    assert length + room <= max_model_len, "the engine was started for shorter sequences"
+    assert length + max_tokens <= max_model_len, "the engine was started for shorter sequences"
     pil_images = [image.image for image in prompt.images + rollout.images]
-    return prompt.uid, rollout.sample, rollout.turns, room, short, pil_images
+    return prompt.uid, rollout.sample_index, rollout.n_turns, max_tokens, unexpanded_ids, pil_images
 
 
-def check_answer(engine: str, theirs: Sequence[int], ours: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Raise UserError unless an engine has read the prompt as the processor does, and log-probabilities are finite."""
-    if list(theirs) != list(ours):
-        pairs = enumerate(zip(theirs, ours, strict=False))
-        at = next((i for i, (a, b) in pairs if a != b), min(len(theirs), len(ours)))
+def check_response(
+    engine: str, engine_ids: Sequence[int], prompt_ids: Sequence[int], logprobs: Sequence[float]
+) -> None:
+    """Raise UserError if the engine's prompt ids are not the processor's, or if a log-probability is not finite."""
+    if list(engine_ids) != list(prompt_ids):
+        pairs = enumerate(zip(engine_ids, prompt_ids, strict=False))
+        index = next((i for i, (a, b) in pairs if a != b), min(len(engine_ids), len(prompt_ids)))
         raise UserError(
-            f"the engine's prompt has {len(theirs)} tokens, the processor's {len(ours)}, and they differ from token "
-            f"{at} ({engine}): another prompt would be trained on than answered; check --min-pixels, --max-pixels and "
-            "preprocessor_config.json, also where servers run"
+            f"the engine's prompt has {len(engine_ids)} tokens and the processor's {len(prompt_ids)}, and they differ "
+            f"from token {index} on ({engine}), so the trained prompt would not be the sampled one; check "
+            "--min-pixels, --max-pixels and preprocessor_config.json, also where servers run"
         )
-    need(all(map(math.isfinite, logprobs)), NOT_FINITE.format(what=f"log-probabilities of {engine}'s answer"))
+    need(all(map(math.isfinite, logprobs)), NOT_FINITE_MESSAGE.format(what=f"log-probabilities from {engine}"))

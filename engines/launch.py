@@ -1,7 +1,7 @@
-"""Which engine samples: the flags of servers, what is checked of them, and how each engine starts.
+"""Selection and start of the rollout engine: the flags of servers, checks of these flags, and the start of each engine.
 
-Servers and vLLM, which a fork may delete, are imported where a flag asks for them. vLLM itself, which takes seconds, is
-imported when it starts.
+The modules for servers and vLLM, which a fork may delete, are imported only if a flag needs them. vLLM itself, whose
+import takes seconds, is imported when its engine starts.
 """
 
 import asyncio
@@ -22,64 +22,69 @@ from engines.self_test import self_test
 from errors import in_copy, need, plug_in
 from model import ModelConfig, Processor, VisionCache, load_hf
 from packing import Packer
-from parallel.checkpoint import on_rank0
+from parallel.checkpoint import run_on_rank0
 from parallel.models import Models
 from parallel.sharding import save_adapter
-from rollout import Batches, Engine, Examples, as_given
-from rollout import never as never_interrupted
-from settings import flag_text, never, setting
-from utils import Context, print0
+from rollout import Batches, Engine, ExampleList, identity, never_stop
+from settings import flag_field, format_flag, never
+from utils import DistContext, print0
 
 VLLM_INSTALL_HINT = "pip install -r requirements-gpu.txt (on a CPU: docs/scale.md, On a CPU)"
 
 
 @dataclass(frozen=True)
 class ConnectionConfig:
-    """Connection to rollout servers"""
+    """Rollout servers (--rollout server; docs/scale.md)"""
 
-    servers: tuple[str, ...] = setting((), "URLs of vLLM or SGLang servers, which `python -m engines.serve` starts",
-                                       metavar="URL", from_run=never)
-    sync: str = setting("auto", "weight sync: broadcast (nccl, gloo), or through --out on a shared disk: all weights "
-                        "(disk) or the LoRA adapter; auto: nccl on a GPU, else gloo",
-                        choices=("auto", "nccl", "gloo", "disk", "adapter"))
-    server_timeout: float = setting(600.0, "seconds a server may take for one response or one weight update", above=0)
+    servers: tuple[str, ...] = flag_field((), "URLs of vLLM or SGLang servers, which `python -m engines.serve` starts",
+                                          metavar="URL", from_run=never)
+    sync: str = flag_field(
+        "auto",
+        "how weights reach the servers. nccl, gloo: broadcast; disk: all weights, through files in --out on a "
+        "shared disk; adapter: only the LoRA adapter, in the same way; auto: nccl on a GPU, else gloo",
+        choices=("auto", "nccl", "gloo", "disk", "adapter")
+    )
+    server_timeout: float = flag_field(
+        600.0, "seconds a server may take for one response or one weight update", above=0
+    )
 
 
 @dataclass(frozen=True)
-class ServerConfig(ConnectionConfig):
+class RolloutServerConfig(ConnectionConfig):
     """Rollout servers (--rollout server; docs/scale.md)"""
 
-    serve: int = setting(0, "number of vLLM servers to run on this machine during training; not with --servers",
-                         least=0)
-    async_steps: int = setting(0, "sample up to K batches ahead, with weights at most K updates old; 0: synchronous",
-                               least=0)
-    in_flight: str = setting("abort", "requests in flight at a weight sync: keep their KV cache; abort, then resume "
-                             "with the new weights; or wait for them", choices=("keep", "abort", "wait"))
+    serve: int = flag_field(0, "number of vLLM servers to run on this machine during training; not with --servers",
+                            least=0)
+    async_steps: int = flag_field(0, "sample up to N batches ahead; trained tokens come from weights at most N syncs "
+                                  "old; 0: synchronous", least=0)
+    in_flight: str = flag_field("abort", "what happens to running requests at a weight sync. keep: continue with the "
+                                "new weights on the old KV cache; abort: stop, then recompute and continue with the "
+                                "new weights; wait: let them finish first", choices=("keep", "abort", "wait"))
 
     def check(self, engine: str, vllm: tuple[str, ...], model: ModelConfig) -> None:
-        """Raise UserError for settings that contradict each other, --rollout, --vllm or the model's."""
+        """Raise UserError if these flags contradict each other, --rollout, --vllm or the flags of the model."""
         if engine != "server":
-            given = {name: value for name, value in vars(self).items() if value != getattr(type(self), name)}
-            flags = " ".join(flag_text(name, value) for name, value in given.items())
-            need(not given, f"{flags}: for servers, but the engine is --rollout {engine}; use --rollout server")
+            changed = {name: value for name, value in vars(self).items() if value != getattr(type(self), name)}
+            flags = " ".join(format_flag(name, value) for name, value in changed.items())
+            need(not changed, f"{flags}: only for servers, but the engine is --rollout {engine}; use --rollout server")
             return
-        given = "both" if self.servers else "neither"
-        need(bool(self.servers) != bool(self.serve),
-             f"--rollout server: give --servers URL... or --serve N, not {given}"
-             + (" (--servers default takes back those of a run that is resumed)" if self.servers else ""))
-        need(not vllm or self.serve > 0, "--vllm: give it where the servers are started, or use --serve")
-        need(self.sync != "adapter" or model.lora_rank > 0, "--sync adapter: there is none without --lora-rank above 0")
+        need(self.servers or self.serve, "--rollout server needs --servers URL... or --serve N")
+        need(not (self.servers and self.serve), "--servers and --serve exclude each other; pass one (to drop the "
+             "servers of a resumed run, pass --servers default)")
+        need(not vllm or self.serve > 0,
+             "--vllm has no effect on running servers; pass it to the command that starts them, or use --serve")
+        need(self.sync != "adapter" or model.lora_rank > 0, "--sync adapter needs an adapter; set --lora-rank above 0")
         need(self.sync != "adapter" or model.train_vision == "none",
-             f"--sync adapter: servers take adapters of the language model alone, not those of --train-vision "
+             f"--sync adapter: servers accept only adapters of the language model, not those of --train-vision "
              f"{model.train_vision}; use --sync gloo, nccl or disk")
         need(self.sync != "nccl" or torch.cuda.is_available(), "--sync nccl: there is no GPU here; use gloo")
         for url in self.servers:
-            parts = re.fullmatch(r"https?://[^/?#@]+:(\d+)/?", url)
-            need(parts is not None and 0 < int(parts[1]) < 65536,
-                 f"--servers {url}: give http://HOST:PORT, several with spaces between")
+            match = re.fullmatch(r"https?://[^/?#@]+:(\d+)/?", url)
+            need(match is not None and 0 < int(match[1]) < 65536,
+                 f"--servers {url}: give http://HOST:PORT; separate several URLs with spaces")
         urls = [url.rstrip("/") for url in self.servers]
-        twice = sorted({url for url in urls if urls.count(url) > 1})
-        need(not twice, f"--servers {' '.join(twice)} is given twice; give each once")
+        duplicates = sorted({url for url in urls if urls.count(url) > 1})
+        need(not duplicates, f"--servers {' '.join(duplicates)} is given twice; give each once")
 
 
 def vllm_is_installed() -> bool:
@@ -87,10 +92,10 @@ def vllm_is_installed() -> bool:
 
 
 def check_engine(
-    engine: str, vllm: tuple[str, ...], servers: ServerConfig, model: ModelConfig, world: int
+    engine: str, vllm: tuple[str, ...], servers: RolloutServerConfig, model: ModelConfig, world: int
 ) -> None:
-    """Raise UserError for settings of --rollout that contradict each other, and unless what it needs is there: files of
-    ours, an installed vLLM, servers that answer. Call it before a model loads."""
+    """Raise UserError if flags of --rollout contradict each other, or if the engine is not available: its modules were
+    deleted, vLLM is not installed, or a server does not answer. Call this before a model is loaded."""
     if servers.async_steps:
         plug_in("engines.ahead", f"--async-steps {servers.async_steps}")
     servers.check(engine, vllm, model)
@@ -111,32 +116,32 @@ def check_engine(
 
 
 def resolve_engine(choice: str, device: torch.device) -> str:
-    """Turn --rollout auto into the engine of the run; called once, before anything is loaded."""
+    """Return the engine of --rollout, with auto resolved. Call this once, before anything is loaded."""
     if choice != "auto":
         return choice
     return "vllm" if device.type == "cuda" and in_copy("engines.vllm") and vllm_is_installed() else "hf"
 
 
 def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, object]:
-    """Return --vllm KEY=VALUE ... as arguments of vLLM's LLM (engines/vllm.py has the same function)."""
-    return plug_in("engines.vllm", "--vllm").vllm_settings(pairs, engine, world) if pairs else {}
+    """Return --vllm KEY=VALUE ... as arguments of vLLM's LLM. Raise UserError if parse_vllm_args does."""
+    return plug_in("engines.vllm", "--vllm").parse_vllm_args(pairs, engine, world) if pairs else {}
 
 
-ImageLimits = Callable[[], tuple[int, tuple[int, int]]]  # of episodes: how many images, and how large
+ImageLimitsFn = Callable[[], tuple[int, tuple[int, int]]]  # returns an episode's max images, and (width, height)
 
 
 def size_limits(
-    sets: Sequence[Examples], processor: Processor, max_new_tokens: int, of_episodes: ImageLimits | None = None
+    sets: Sequence[ExampleList], processor: Processor, max_new_tokens: int, episode_limits: ImageLimitsFn | None = None
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM by which it reserves memory: the longest sequence; the most images in a prompt, or
-    an episode, and the size of the largest, as the model sees it."""
+    """Return the arguments of vLLM that determine its memory: the max sequence length, the max number of images in a
+    prompt or an episode, and the size of the largest image after resizing."""
     length = max(chain.from_iterable(examples.lengths for examples in sets)) + max_new_tokens
     images = [example.image_sizes for example in chain.from_iterable(sets)]
     sizes, count = list(chain.from_iterable(images)), max(map(len, images), default=0)
-    if of_episodes:
-        count, largest = of_episodes()
+    if episode_limits:
+        count, largest = episode_limits()
         sizes += [size for size in [largest] if 0 not in size]
-    width, height = max((processor.final_size(*size) for size in sizes), key=math.prod, default=(448, 448))
+    width, height = max((processor.resized_size(*size) for size in sizes), key=math.prod, default=(448, 448))
     image = {"count": count, "width": width, "height": height} if count else 0
     return {"max_model_len": length, "limit_mm_per_prompt": {"image": image, "video": 0}}
 
@@ -145,49 +150,50 @@ def make_engine(
     choice: str,
     path: str,
     processor: Processor,
-    ctx: Context,
+    ctx: DistContext,
     dtype: torch.dtype,
     sizes: dict[str, Any],
     vllm: Sequence[str] = (),
-    servers: ServerConfig | None = None,
+    servers: RolloutServerConfig | None = None,
     *,
     family_paths: tuple[str, ...] = (),
     cache: VisionCache | None = None,
-    interrupted: Callable[[], bool] = never_interrupted,
-    **of_servers: Any,
+    should_stop: Callable[[], bool] = never_stop,
+    **server_kwargs: Any,
 ) -> Engine:
-    """Return the engine that resolve_engine chose. `sizes`: what size_limits returns; `vllm`: --vllm; `of_servers`:
-    what ServerEngine alone needs."""
+    """Return the engine `choice`, which comes from resolve_engine. `sizes`: the result of size_limits; `vllm`: --vllm;
+    `server_kwargs`: arguments that only ServerEngine needs."""
     if choice == "hf":
-        return HFEngine(load_hf(path, dtype, family_paths), processor, ctx.device, cache, interrupted)
+        return HFEngine(load_hf(path, dtype, family_paths), processor, ctx.device, cache, should_stop)
     if choice == "server":
-        of_servers |= {"max_model_len": sizes["max_model_len"], "interrupted": interrupted}
-        return plug_in("engines.server", "--rollout server").ServerEngine(servers, processor, dtype, ctx, **of_servers)
+        server_kwargs |= {"max_model_len": sizes["max_model_len"], "should_stop": should_stop}
+        return plug_in("engines.server", "--rollout server").ServerEngine(
+            servers, processor, dtype, ctx, **server_kwargs)
     settings = vllm_settings(vllm, choice, ctx.world) | sizes
-    kind = plug_in("engines.vllm", "--rollout vllm").VLLMEngine
-    return kind(path, processor, ctx.device, dtype, interrupted, **settings)
+    vllm_engine = plug_in("engines.vllm", "--rollout vllm").VLLMEngine
+    return vllm_engine(path, processor, ctx.device, dtype, should_stop, **settings)
 
 
-def start_engine(
+def make_training_engine(
     cfg: Any,
     models: Models,
     processor: Processor,
-    sets: list[Examples],
-    ctx: Context,
-    of_episodes: ImageLimits | None = None,
-    **ends: Callable,
+    sets: list[ExampleList],
+    ctx: DistContext,
+    episode_limits: ImageLimitsFn | None = None,
+    **stop_callbacks: Callable,
 ) -> Engine:
-    """Return the engine of a run (`cfg` is train.Config), for prompts made of these sets of examples, with all of the
-    policy's weights: also the frozen ones, which the run that is resumed may have trained. `ends`: `interrupted` and
-    `give_up`, what ServerEngine has by these names."""
+    """Return the engine of a run, with all of the policy's weights: also the frozen ones, which a resumed run may have
+    trained earlier. `cfg` is a train.Config, `sets` are the datasets of all prompts, and `stop_callbacks` are the
+    `should_stop` and `request_stop` of ServerEngine."""
     model, vllm, servers, out, policy = cfg.model, cfg.rollout.vllm, cfg.servers, Path(cfg.run.out), models.policy
-    sizes = size_limits(sets, processor, cfg.rollout.max_new_tokens, of_episodes)
+    sizes = size_limits(sets, processor, cfg.rollout.max_new_tokens, episode_limits)
     if servers.serve:
         launch = plug_in("engines.local", f"--serve {servers.serve}").launch_servers
         rank = model.lora_rank if servers.sync == "adapter" else 0
         settings = vllm_settings(vllm, "server", ctx.world) | sizes
-        asked = (servers.serve, model.model, processor, models.dtype, settings, out, rank)
-        servers = replace(servers, servers=on_rank0(lambda: launch(*asked)))
+        args = (servers.serve, model.model, processor, models.dtype, settings, out, rank)
+        servers = replace(servers, servers=run_on_rank0(lambda: launch(*args)))
     engine = make_engine(
         cfg.rollout.rollout,
         model.model,
@@ -203,25 +209,26 @@ def start_engine(
         vocab_size=policy.hf.config.get_text_config().vocab_size,
         trained_tower=not policy.vision_frozen,
         save_adapter=partial(save_adapter, policy, model.model),
-        **ends,
+        **stop_callbacks,
     )
     engine.sync(models.weights(engine.dtype))
     return engine
 
 
 def start_sampling(
-    cfg: Any, models: Models, processor: Processor, packer: Packer, sets: list[Examples], env: Any, batches: Batches,
-    interrupt: Any, ctx: Context,
+    cfg: Any, models: Models, processor: Processor, packer: Packer, sets: list[ExampleList], env: Any, batches: Batches,
+    interrupt: Any, ctx: DistContext,
 ) -> Engine:  # fmt: skip
-    """Return what a run samples with: the engine, compared with the trainer; with --env (`env`) one that plays
-    episodes, with --async-steps one that samples ahead. `cfg` is train.Config, `interrupt` a watch.Interrupt."""
-    ends = {"interrupted": interrupt.requested, "give_up": interrupt.give_up}
-    engine = start_engine(cfg, models, processor, sets, ctx, env.image_limits if env else None, **ends)
+    """Start the engine of a run, compare it with the trainer (self_test), and return it. With --env (`env`) it plays
+    episodes, with --async-steps it samples ahead. `cfg` is a train.Config, `interrupt` a watchdog.SignalHandler."""
+    stop_callbacks = {"should_stop": interrupt.requested, "request_stop": interrupt.give_up}
+    engine = make_training_engine(
+        cfg, models, processor, sets, ctx, env.episode_image_limits if env else None, **stop_callbacks)
     if cfg.run.self_test:
-        sampling, start_of = batches.sampling(0), env.start_of if env else as_given
-        print0(self_test(models.policy, engine, sets[0], processor, packer, sampling, start_of))
+        sampling, reset_fn = batches.sampling(0), env.reset_example if env else identity
+        print0(self_test(models.policy, engine, sets[0], processor, packer, sampling, reset_fn))
     if env:
-        engine = plug_in("envs._play", "--env").Episodes(engine, env, processor)
+        engine = plug_in("envs._episodes", "--env").EpisodeEngine(engine, env, processor)
     if cfg.servers.async_steps:
         engine = plug_in("engines.ahead", "--async-steps").Ahead(engine, batches)
     return engine

@@ -1,10 +1,10 @@
-"""Before the first step: do engine and trainer mean the same by the same prompt, weights and tokens?
+"""The self-test before the first step: do engine and trainer compute the same function of a prompt, weights and tokens?
 
-What goes wrong between two implementations of one model goes wrong silently: images expanded to another number of
-tokens, positions counted otherwise, samples of a packed batch seeing each other, weights that arrive under a name
-nobody reads. Training then runs, and learns less. Here each of these is measured on real prompts, and a run that fails
-does not start. It leaves no trace: metrics are bit for bit the same without it. (That the fullest micro-batch fits in
-the GPU's memory is tried by parallel.models.probe_memory, also before the first step.)
+Differences between two implementations of a model are silent: images expanded to another number of tokens, positions
+counted in another way, samples of a packed batch that see each other, weights sent under a name that nobody reads.
+Training then runs, but learns less. This file measures each of these on real prompts, and a run that fails does not
+start. The test has no side effects: metrics are bit for bit the same without it. (Another check before the first step,
+parallel.models.probe_memory, tries whether the fullest micro-batch fits in the GPU's memory.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,106 +20,109 @@ from torch.distributed.tensor import DTensor
 
 import model
 from errors import need
-from layers.lora import lora_layers
+from layers.lora import find_lora_layers
 from model import Policy, Processor
 from packing import Packer
-from parallel.sharding import full_parameters, local, reshard
+from parallel.sharding import FullParameters, local_shard, reshard
 from prepare_data import Example
-from rollout import Engine, Examples, Prompt, Rollout, Sampling, StartOf, as_given, make_prompts
+from rollout import Engine, ExampleList, Prompt, ResetFn, Rollout, SamplingParams, identity, make_prompts
 from utils import derive_seed, gather
 
-# Mean |difference| of a token's log-probability between engine and trainer, in nats. In fp32 it is rounding, some 1e-7,
-# and any mistake is far above this; in bfloat16 rounding alone makes up to 0.02. A confident policy hides mistakes: its
-# log-probabilities are near 0 whatever is wrong. Everything else is therefore measured under nudged weights, whose
-# policy is unsure, and compared with what rounding makes of these same log-probabilities (see `rounded`): other
-# forwards of the same function differ by LIMIT times as much at most. benchmarks/self_test.py measures both sides.
+# TOLERANCE limits the mean |difference| of a token's log-probability between engine and trainer, in nats. In fp32 the
+# difference is only rounding, about 1e-7, and any mistake is far above this; in bfloat16, rounding alone gives up to
+# 0.02. A confident policy hides mistakes, because its log-probabilities are near 0 whatever is wrong. All other checks
+# are therefore made with perturbed weights, whose policy is unsure, and compared with the effect of rounding on the
+# same log-probabilities (see `with_rounding_noise`): other implementations of the same function differ by at most LIMIT
+# times as much. benchmarks/self_test.py measures both sides.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 LIMIT = 2.2
-FLOOR = 1e-4  # nats: smaller differences do not matter
-SAMPLES = 4
-NEW_TOKENS = 16  # per sample; if --max-new-tokens is lower, there are more samples
-# The nudge adds noise to every STRIDE-th element of a tensor (a prime: no row or column is left out), so that the
-# tensor changes by a fraction NUDGE of its norm. What is very small, such as a bias of zeros, an adapter at its start
-# or a layer of a toy, is taken for as large as would matter: a vector for 1, a table of positions for 2, a matrix for
-# one that keeps the size of what it multiplies. The fraction is 2 NUDGE in the vision tower, as the compared tokens
-# only attend to its tokens; 4 NUDGE for adapters, whose low rank changes few directions; 3 NUDGE for adapters in the
-# tower. With less, a trained policy stays sure of its answers. With more, the tower becomes chaotic: rounding changes
-# as much as a missing tensor does. What is kept to undo the nudge is 1 / STRIDE of what is trained.
-NUDGE = 0.5
+FLOOR = 1e-4  # in nats; smaller differences do not matter
+SAMPLES_PER_PROMPT = 4
+NEW_TOKENS = 16  # per sample; with a lower --max-new-tokens there are more samples
+# The perturbation adds noise to every STRIDE-th element of a tensor (STRIDE is a prime, so no row or column is left
+# out), so that the tensor changes by a fraction PERTURBATION of its norm. Very small tensors, such as a bias of zeros,
+# a new adapter or a layer of a toy model, are treated as if they had a size that matters: 1 for a vector, 2 for a table
+# of positions, and for a matrix the size that preserves the norm of its input. The fraction is 2 PERTURBATION in the
+# vision tower, because the compared tokens only attend to the tower's tokens; 4 PERTURBATION for adapters, whose low
+# rank changes few directions; and 3 PERTURBATION for adapters in the tower. With less, a trained policy stays sure of
+# its answers. With more, the tower becomes chaotic: rounding has as much effect as a missing tensor. To undo the
+# perturbation, 1 / STRIDE of the trained elements are copied.
+PERTURBATION = 0.5
 STRIDE = 31
 
-OTHER_ENGINE = "try --rollout hf, another --attn, --dtype float32, or the versions of requirements.txt"
-NOT_SENT = "a sync does not bring all weights to their places, or the engine computes another function"
-NO_FAMILY = "this model is no such family as model.FAMILIES lists"
+ENGINE_HINT = "try --rollout hf, another --attn, --dtype float32, or the versions of requirements.txt"
+NOT_SENT = "the weight sync does not update all weights, or the engine computes another function"
+UNKNOWN_FAMILY = "this model does not behave like its family in model.FAMILIES"
 
 
-def choose(examples: Examples, room: int, copies: int) -> list[Example]:
-    """A few unlike prompts that fit into one micro-batch together: the one with the most images, one without, the
-    shortest, the longest."""
+def select_prompts(examples: ExampleList, max_tokens: int, copies: int) -> list[Example]:
+    """Return up to four different prompts that fit together in a micro-batch of `max_tokens` tokens: the one with the
+    most images, one without images, the shortest and the longest. `copies`: how often a prompt is packed."""
     lengths = examples.lengths
     order = sorted(range(len(examples)), key=lambda i: lengths[i])
-    wanted = [max(order, key=lambda i: (len(examples[i].images), -lengths[i]))]
-    wanted += [i for i in order if not examples[i].images][:1] + [order[0], order[-1]]
-    chosen = []
-    for i in dict.fromkeys(wanted):
-        cost = copies * lengths[i] + SAMPLES * NEW_TOKENS
-        if not chosen or cost <= room:
-            chosen.append(examples[i])
-            room -= cost
-    return chosen
+    candidates = [max(order, key=lambda i: (len(examples[i].images), -lengths[i]))]
+    candidates += [i for i in order if not examples[i].images][:1] + [order[0], order[-1]]
+    selected = []
+    for i in dict.fromkeys(candidates):
+        n_tokens = copies * lengths[i] + SAMPLES_PER_PROMPT * NEW_TOKENS
+        if not selected or n_tokens <= max_tokens:
+            selected.append(examples[i])
+            max_tokens -= n_tokens
+    return selected
 
 
 def trainer_logprobs(policy: Policy, packer: Packer, rollouts: Sequence[Rollout], temperature: float) -> torch.Tensor:
-    """Log-probabilities of the responses' tokens, computed together, in the order of the rollouts."""
+    """Return the trainer's log-probabilities of the responses' tokens, in the order of the rollouts, which are packed
+    together."""
     logp_N = torch.zeros(sum(len(r.response) for r in rollouts))
-    for micro in packer.pack(rollouts):  # one, unless copies of a single prompt fill more
+    for micro in packer.pack(rollouts):  # a single one, unless the copies of one prompt do not fit
         logp_N[micro.token_index_K] = policy(micro, temperature).logp_K.float().cpu()
     return logp_N
 
 
-def shard_of(parameter: torch.Tensor) -> list[int]:
-    """The number of this process's shard, along each dimension of the mesh that divides the tensor."""
+def shard_index(parameter: torch.Tensor) -> list[int]:
+    """Return the index of this rank's shard along each mesh dimension that shards the tensor."""
     if not isinstance(parameter, DTensor):
         return []
-    at = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
-    return [number for number, placement in at if placement.is_shard()]
+    dimensions = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
+    return [index for index, placement in dimensions if placement.is_shard()]
 
 
 @contextmanager
-def nudged(policy: Policy) -> Iterator[None]:
-    """Every trained tensor changed a little, each in its own way, and put back to the last bit. What several processes
-    hold they all change the same: the change is a function of the tensor's name and of which shard it is."""
+def perturb_weights(policy: Policy) -> Iterator[None]:
+    """Within the context, add noise to every trained tensor; afterwards, restore it to the last bit. The noise depends
+    only on the tensor's name and shard index, so all ranks that have a copy of a shard change it in the same way."""
     reshard(policy)
-    kept, tower = [], f"hf.{policy.hf.family.vision}."
-    scales = {f"{name}.lora_B": layer.scale for name, layer in lora_layers(policy).items()}
+    originals, tower = [], f"hf.{policy.hf.family.vision}."
+    scales = {f"{name}.lora_B": layer.scale for name, layer in find_lora_layers(policy).items()}
     for name, parameter in policy.named_parameters():
-        if parameter.requires_grad and not name.startswith("value_head."):  # which no engine has
-            values = local(parameter.detach())
+        if parameter.requires_grad and not name.startswith("value_head."):  # engines have no value head
+            values = local_shard(parameter.detach())
             stride = STRIDE if values.numel() > 100 * STRIDE else 1
-            some = values.view(-1)[::stride]
-            kept.append((some, some.clone()))
-            seed = derive_seed("nudge", name, *shard_of(parameter))
-            noise = torch.randn(len(some), generator=torch.Generator().manual_seed(seed))
-            table = name.endswith("pos_embed.weight")
-            least = 1.0 if parameter.dim() == 1 else 2.0 if table else parameter.shape[-1] ** -0.5
-            size = max(least, some.float().square().mean().sqrt().item())
-            size /= max(1.0, scales.get(name, 0.0))  # what an adapter gives is multiplied by its scale
-            in_tower, adapter = name.startswith(tower), ".lora_" in name
-            fraction = NUDGE * ((3 if in_tower else 4) if adapter else 2 if in_tower else 1)
-            some += (fraction * stride**0.5 * size * noise).to(some)
+            elements = values.view(-1)[::stride]
+            originals.append((elements, elements.clone()))
+            seed = derive_seed("nudge", name, *shard_index(parameter))
+            noise = torch.randn(len(elements), generator=torch.Generator().manual_seed(seed))
+            is_table = name.endswith("pos_embed.weight")
+            min_size = 1.0 if parameter.dim() == 1 else 2.0 if is_table else parameter.shape[-1] ** -0.5
+            size = max(min_size, elements.float().square().mean().sqrt().item())
+            size /= max(1.0, scales.get(name, 0.0))  # an adapter's output is multiplied by its scale
+            in_tower, is_adapter = name.startswith(tower), ".lora_" in name
+            fraction = PERTURBATION * ((3 if in_tower else 4) if is_adapter else 2 if in_tower else 1)
+            elements += (fraction * stride**0.5 * size * noise).to(elements)
     try:
         yield
     finally:
         reshard(policy)
-        for some, original in kept:
-            some.copy_(original)
+        for elements, original in originals:
+            elements.copy_(original)
 
 
 @contextmanager
-def rounded(policy: Policy) -> Iterator[None]:
-    """Round the output of each block, of tower and language model, once more: at random, by up to the dtype's unit
-    roundoff. From there on every later operation rounds differently too, so log-probabilities change by as much as
-    another implementation of the same function would change them."""
+def with_rounding_noise(policy: Policy) -> Iterator[None]:
+    """Within the context, change the output of each block of the vision tower and the language model at random, by up
+    to the dtype's unit roundoff. All later operations then round differently too, so log-probabilities change by as
+    much as with another implementation of the same function."""
     generator, family = torch.Generator().manual_seed(0), policy.hf.family
 
     def round_again(block: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -128,9 +131,9 @@ def rounded(policy: Policy) -> Iterator[None]:
 
     blocks = [*policy.hf.get_submodule(f"{family.language}.{family.blocks}")]
     blocks += policy.visual[0].get_submodule(family.vision_blocks)
-    blocks += lora_layers(policy.hf).values()  # which engines have merged, and rounded
+    blocks += find_lora_layers(policy.hf).values()  # engines merge adapters, which rounds too
     hooks = [block.register_forward_hook(round_again) for block in blocks]
-    cache, policy.cache = policy.cache, None  # of features that were rounded without
+    cache, policy.cache = policy.cache, None  # its image features have no such noise
     try:
         yield
     finally:
@@ -139,19 +142,19 @@ def rounded(policy: Policy) -> Iterator[None]:
             hook.remove()
 
 
-def check_positions(policy: Policy, prompts: Sequence[Prompt]) -> list[str]:
-    """Are the positions that we give to a prompt's tokens those that transformers gives them? Of text they are a
-    count."""
+def check_mrope_positions(policy: Policy, prompts: Sequence[Prompt]) -> list[str]:
+    """Return an error if the M-RoPE positions of a prompt with images differ from transformers'. (Positions of text are
+    just a count.)"""
     with_images = [prompt for prompt in prompts if prompt.images and hasattr(policy.hf.model, "get_rope_index")]
     for prompt in with_images:
         ids, grids = torch.tensor([prompt.token_ids]), [image.grid_thw for image in prompt.images]
-        kinds = (ids == policy.image_token_id).int()
-        theirs, _ = policy.hf.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=torch.tensor(grids))
-        ours = model.mrope_positions(prompt.token_ids, grids, policy.image_token_id, policy.merge_size)
-        wrong = (ours != theirs[:, 0].to(ours)).any(0)
+        types = (ids == policy.image_token_id).int()
+        expected, _ = policy.hf.model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=torch.tensor(grids))
+        positions = model.mrope_positions(prompt.token_ids, grids, policy.image_token_id, policy.merge_size)
+        wrong = (positions != expected[:, 0].to(positions)).any(0)
         if wrong.any():
             differ = f"differ from transformers' from token {int(wrong.int().argmax())} on"
-            return [f"positions (t, h, w) of example {prompt.uid!r} {differ}; {NO_FAMILY}"]
+            return [f"positions (t, h, w) of example {prompt.uid!r} {differ}; {UNKNOWN_FAMILY}"]
     return []
 
 
@@ -159,66 +162,67 @@ def check_positions(policy: Policy, prompts: Sequence[Prompt]) -> list[str]:
 def self_test(
     policy: Policy,
     engine: Engine,
-    examples: Examples,
+    examples: ExampleList,
     processor: Processor,
     packer: Packer,
-    sampling: Sampling,
-    start_of: StartOf = as_given,
+    sampling: SamplingParams,
+    reset_fn: ResetFn = identity,
 ) -> str:
-    """Compare engine and trainer; a line of what was measured. UserError, on all ranks, with all that disagrees. Every
-    rank does the same work on the same prompts, so that collectives match."""
+    """Compare engine and trainer, and return a line with the measured differences. Raise UserError on all ranks, with
+    all differences that are too large. Every rank does the same work on the same prompts, so that collectives match."""
     new_tokens, seed = min(NEW_TOKENS, sampling.max_new_tokens), derive_seed(sampling.seed, "self-test")
-    samples = SAMPLES * (NEW_TOKENS // new_tokens)  # a mean over few tokens would be chance
-    chosen = choose(examples, packer.max_tokens, 1 if packer.share else samples)
-    prompts = make_prompts(chosen, processor, start_of=start_of)
+    samples = SAMPLES_PER_PROMPT * (NEW_TOKENS // new_tokens)  # a mean over few tokens is noisy
+    selected = select_prompts(examples, packer.max_tokens, 1 if packer.share else samples)
+    prompts = make_prompts(selected, processor, reset_fn=reset_fn)
     sampling = replace(sampling, max_new_tokens=new_tokens, seed=seed)
     compute = partial(trainer_logprobs, policy, packer, temperature=sampling.temperature)
 
     def sync() -> None:
-        engine.sync(partial(full_parameters, policy, dtype=engine.dtype))
+        engine.sync(partial(FullParameters, policy, dtype=engine.dtype))
 
     def sample() -> tuple[list[Rollout], torch.Tensor, torch.Tensor]:
-        """Rollouts, and the log-probabilities of their tokens by the engine and by the trainer, one at a time."""
+        """Return rollouts and the log-probabilities of their tokens from the engine, and from the trainer, which
+        computes one rollout at a time."""
         rollouts = engine.generate(prompts, samples, sampling)
-        if policy.tp_group is not None:  # they compute together, so their samples must be the same to the last token
+        if policy.tp_group is not None:  # tensor-parallel ranks compute together, so they need the same samples
             dist.broadcast_object_list(rollouts, group=policy.tp_group, group_src=0)
-        theirs = torch.cat([torch.tensor(r.logprobs) for r in rollouts])
-        return rollouts, theirs, torch.cat([compute([r]) for r in rollouts])
+        engine_logp = torch.cat([torch.tensor(r.logprobs) for r in rollouts])
+        return rollouts, engine_logp, torch.cat([compute([r]) for r in rollouts])
 
-    rollouts, theirs, ours = sample()
-    both = (theirs - ours).abs()
-    with nudged(policy):
-        engine.sleep()  # as before each update: the test below finds what sleep makes it forget
+    rollouts, engine_logp, trainer_logp = sample()
+    unperturbed = (engine_logp - trainer_logp).abs()
+    with perturb_weights(policy):
+        engine.sleep()  # as before each update, so that weights that are lost in the sleep are found below
         sync()
-        rollouts, theirs, ours = sample()
-        plain = [policy.plain_logprobs(r.prompt, r.response, sampling.temperature).cpu() for r in rollouts]
-        together = compute(rollouts)
-        with rounded(policy):
-            rounding = (compute(rollouts) - together).abs()
+        rollouts, engine_logp, trainer_logp = sample()
+        plain_logp = [policy.unpacked_logprobs(r.prompt, r.response, sampling.temperature).cpu() for r in rollouts]
+        packed_logp = compute(rollouts)
+        with with_rounding_noise(policy):
+            rounding = (compute(rollouts) - packed_logp).abs()
     sync()
-    # What engine and trainer have in common they would both get wrong: positions, embeddings, what attends to what.
-    plain, packed, synced = ((other - ours).abs() for other in (torch.cat(plain), together, theirs))
-    moved = (compute(rollouts) - together).abs().mean()
+    # engine and trainer share some code, so transformers' own forward checks positions, embeddings and attention masks
+    plain, packed, synced = ((logp - trainer_logp).abs() for logp in (torch.cat(plain_logp), packed_logp, engine_logp))
+    moved = (compute(rollouts) - packed_logp).abs().mean()
 
     limit = FLOOR + LIMIT * rounding.mean().item()
     checks = (
-        (f"engine ({type(engine).__name__}) and trainer", both, TOLERANCE[engine.dtype], OTHER_ENGINE),
-        ("the trainer and transformers' own forward", plain, limit, NO_FAMILY),
+        (f"engine ({type(engine).__name__}) and trainer", unperturbed, TOLERANCE[engine.dtype], ENGINE_HINT),
+        ("the trainer and transformers' own forward", plain, limit, UNKNOWN_FAMILY),
         ("packed and separate samples", packed, limit, f"try another --attn than {policy.attention}"),
-        ("engine and trainer under new weights", synced, limit, f"{NOT_SENT}; {OTHER_ENGINE}"),
+        ("engine and trainer under new weights", synced, limit, f"{NOT_SENT}; {ENGINE_HINT}"),
     )
-    failures = check_positions(policy, prompts)
-    for what, gap, tolerated, advice in checks:
-        if not gap.mean() <= tolerated:  # a NaN is not
-            differ = f"differ by {gap.mean():.2e} nats a token on average, {gap.max():.2e} at most"
-            failures.append(f"log-probabilities of {what} {differ}, where {tolerated:.1e} is tolerated; {advice}")
+    failures = check_mrope_positions(policy, prompts)
+    for what, gap, tolerance, advice in checks:
+        if not gap.mean() <= tolerance:  # also fails for NaN
+            differ = f"differ by {gap.mean():.2e} nats per token on average, {gap.max():.2e} at most"
+            failures.append(f"log-probabilities of {what} {differ}, but the limit is {tolerance:.1e}; {advice}")
     if not moved > 3 * limit:
-        failures.append(f"new weights moved log-probabilities by {moved:.2e} only, which says nothing of the sync")
+        failures.append(f"new weights moved log-probabilities by only {moved:.2e}, too little to check the sync")
 
-    everywhere = gather([f"{line} (rank {dist.get_rank()})" for line in failures])
-    failed = "; ".join(chain.from_iterable(everywhere))
-    need(not failed, f"self-test before the first step (--no-self-test trains all the same): {failed}")
+    gathered = gather([f"{line} (rank {dist.get_rank()})" for line in failures])
+    message = "; ".join(chain.from_iterable(gathered))
+    need(not message, f"self-test before the first step (--no-self-test skips it): {message}")
     with_images = sum(len(p.images) > 0 for p in prompts)
     measured = ", of ".join(f"{what} {gap.mean():.1e}" for what, gap, *_ in checks)
-    return (f"self-test: {len(prompts)} prompts ({with_images} with images) tokenised the same; |dlogp| of {measured} "
-            f"(limit {limit:.1e}), which moved them by {moved:.1e}")
+    return (f"self-test: {len(prompts)} prompts ({with_images} with images) tokenized the same; |dlogp| of {measured} "
+            f"(limit {limit:.1e}); these weights moved it by {moved:.1e}")

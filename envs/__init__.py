@@ -1,4 +1,5 @@
-"""What an environment is. Files of envs/ are tasks too, and processes that grade import them: nothing here needs torch.
+"""The interface of an environment. Files of envs/ are tasks too, so reward workers import them: nothing here may import
+torch.
 
 class Env(Environment):
     def step(self, response):                # after each response of an episode
@@ -17,47 +18,49 @@ from prepare_data import Example
 
 @dataclass
 class Observation:
-    """What an environment says to a response."""
+    """An observation: what an environment returns for a response."""
 
-    messages: str | Sequence[Mapping[str, str]] = ""  # a user's message, or several, each <image> one of `images`
+    messages: str | Sequence[Mapping[str, str]] = ""  # a user message, or several; each <image> is one of `images`
     images: Sequence[Image.Image | bytes] = ()
-    reward: float | Mapping[str, float] = 0.0  # of this turn, or named numbers with it under "reward"
-    done: bool = False  # is the episode over? What is said then is for those who read it
+    reward: float | Mapping[str, float] = 0.0  # reward of this turn, or named numbers with it under "reward"
+    done: bool = False  # is the episode over? The messages are then only recorded, not shown to the policy
 
 
 class Environment:
-    """One for each episode. Its methods may be `async`; the others run in threads."""
+    """The base class of environments. Each episode has its own instance. Its methods may be `async`; other methods run
+    in threads."""
 
-    images_per_turn = 1  # that an observation has at most
+    images_per_turn = 1  # most images in an observation
 
     def reset(self, example: Example) -> tuple[Sequence[Mapping[str, str]], Sequence[Image.Image | bytes]]:
-        """Messages and images of the prompt, the same whenever it is called with this example."""
+        """Return the messages and images of the prompt, always the same ones for the same example."""
         return example.messages, example.images
 
     def step(self, response: str) -> Observation:
-        """After a response, without its end token."""
+        """Return the observation that follows a response, which is given without its end token."""
         raise NotImplementedError
 
 
 def need_number(name: str, value: object, most: float) -> None:
-    """Raise UserError unless a setting of an environment is a number from 0 to `most`."""
+    """Raise UserError if a setting of an environment is not a number from 0 to `most`."""
     need(isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most,
          f"--env-settings {name}={value}: give a number from 0 to {most:g}")
 
 
-def with_instruction(messages: Sequence[Mapping[str, str]], instruction: str, unless: str) -> list[dict[str, str]]:
-    """Messages with an instruction behind the last one, the user's, unless it has the text `unless` already."""
-    *before, last = map(dict, messages)
+def append_instruction(messages: Sequence[Mapping[str, str]], instruction: str, unless: str) -> list[dict[str, str]]:
+    """Return the messages with an instruction at the end of the last one, the user's, unless it contains `unless`."""
+    *earlier, last = map(dict, messages)
     if unless not in last["content"]:
         last["content"] += f" {instruction}"
-    return [*before, last]
+    return [*earlier, last]
 
 
-def call_in(response: str, tag: str) -> str | None:
-    """Return what stands in the last `<tag>...</tag>` of a response, or None. UserError if it does not end."""
+def parse_tool_call(response: str, tag: str) -> str | None:
+    """Return the text in the last `<tag>...</tag>` of a response, or None if there is no `<tag>`. Raise UserError if
+    `</tag>` is missing; its message is an observation for the policy."""
     *_, call = re.split(f"<{tag}>", response, flags=re.IGNORECASE)
     if call == response:
         return None
-    text, *ended = re.split(f"</{tag}>", call, maxsplit=1, flags=re.IGNORECASE)
-    need(ended, f"<{tag}> has no </{tag}>.")
+    text, *after = re.split(f"</{tag}>", call, maxsplit=1, flags=re.IGNORECASE)
+    need(after, f"<{tag}> has no </{tag}>.")
     return text

@@ -1,5 +1,5 @@
-"""Where environments answer: in threads that may hang, or in one event loop. The name begins with _ because it is no
-environment."""
+"""The threads and the event loop in which environments run. A thread that hangs is replaced. The file name begins with
+_ because it is not an environment."""
 
 import asyncio
 import functools
@@ -13,85 +13,91 @@ from typing import Any
 
 from errors import describe_error
 
-THREADS = 32
-CAUGHT = BaseException  # an environment may fail in any way in its thread, and the run goes on
+MAX_THREADS = 32
+ENV_EXCEPTIONS = BaseException  # no failure of an environment ends the run, which is why even SystemExit is caught
 
 
 @dataclass(eq=False)
-class Job:
+class ThreadJob:
+    """A function to run in a thread of a ThreadPool."""
+
     run: Callable[[], None]
-    given_up: bool = False
+    abandoned: bool = False
 
 
-class Threads:
-    """Of a process, at most so many. They end with it; one that hangs is replaced."""
+class ThreadPool:
+    """A pool of at most `size` daemon threads, which end with the process. A thread that hangs is replaced."""
 
-    def __init__(self, most: int):
-        self.missing = most  # threads that may still be started
-        self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    def __init__(self, size: int):
+        self.startable = size  # number of threads that may still be started
+        self.jobs: queue.SimpleQueue[ThreadJob] = queue.SimpleQueue()
         self.lock = threading.Lock()
 
-    def submit(self, run: Callable[[], None]) -> Job:
-        job = Job(run)
+    def submit(self, run: Callable[[], None]) -> ThreadJob:
+        """Queue a function, and start another thread if the pool may have more."""
+        job = ThreadJob(run)
         self.jobs.put(job)
         self._start()
         return job
 
-    def give_up(self, job: Job) -> None:
-        """Replace its thread, which ends should it ever come back."""
-        job.given_up = True
-        self._start(replace=1)
+    def abandon(self, job: ThreadJob) -> None:
+        """Replace the thread of a job that hangs. The old thread ends if the job ever returns."""
+        job.abandoned = True
+        self._start(replaced=1)
 
-    def _start(self, replace: int = 0) -> None:
+    def _start(self, replaced: int = 0) -> None:
         with self.lock:
-            self.missing += replace
-            if self.missing:
-                self.missing -= 1
+            self.startable += replaced
+            if self.startable:
+                self.startable -= 1
                 threading.Thread(target=self._work, daemon=True, name="environment").start()
 
     def _work(self) -> None:
         while True:
             job = self.jobs.get()
             job.run()
-            if job.given_up:
+            if job.abandoned:
                 return
 
 
-ANSWERING = Threads(THREADS)
-CLOSING = Threads(4)  # for `close` of environments, which may hang: nobody waits for it
+ENV_POOL = ThreadPool(MAX_THREADS)
+CLOSE_POOL = ThreadPool(4)  # for `close` of environments, which may hang: episodes do not wait for it
 LOCK = threading.Lock()
 
 
 @functools.cache
-def started_loop() -> asyncio.AbstractEventLoop:
+def start_event_loop() -> asyncio.AbstractEventLoop:
+    """Start an event loop in a daemon thread, once per process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="environments").start()
     return loop
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The one of all environments."""
+    """Return the event loop that all environments share, and start it if necessary."""
     with LOCK:
-        return started_loop()
+        return start_event_loop()
 
 
-async def as_coroutine(awaitable: Awaitable) -> Any:
+async def to_coroutine(awaitable: Awaitable) -> Any:
+    """Await an awaitable of an environment. Exceptions that would end the event loop become a RuntimeError."""
     try:
         return await awaitable
-    except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop
+    except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(f"raised {error!r}") from error
 
 
-def close(env: Any, told: str) -> None:
-    """An environment may have a `close`, plain or async. Nobody waits for it."""
+def close_environment(env: Any, label: str) -> None:
+    """Call the `close` of an environment, plain or async, if it has one, without waiting for it. `label` names the
+    environment in messages."""
 
-    def work() -> None:
+    def close() -> None:
         try:
-            said = env.close()
-            if inspect.isawaitable(said):
-                asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop())
-        except CAUGHT as error:
-            print(f"{told}, close, raised {describe_error(error)}", file=sys.stderr)
+            result = env.close()
+            if inspect.isawaitable(result):
+                asyncio.run_coroutine_threadsafe(to_coroutine(result), event_loop())
+        except ENV_EXCEPTIONS as error:
+            print(f"{label}: close raised {describe_error(error)}", file=sys.stderr)
 
     if hasattr(env, "close"):
-        CLOSING.submit(work)
+        CLOSE_POOL.submit(close)

@@ -1,9 +1,10 @@
-"""A calculator: `<calc>12*(3+4)</calc>` is answered with 84. For rows of any task.
+"""A calculator for rows of any task: the observation for `<calc>12*(3+4)</calc>` is 84.
 
-A response without a call ends the episode. Nothing here hands the policy's text to Python: it is read by the parser
-that grades geometry, to 80 digits, under its limits on length, depth and magnitude.
+A response without a call ends the episode. The policy's text is never run as Python: the parser that grades geometry
+evaluates it, to 80 digits, within its limits on length, depth and magnitude.
 
-The toy: two numbers of two digits in an image, to be multiplied or added; the policy reads, the environment reckons.
+The toy: an image shows two numbers of two digits, to be multiplied or added. The policy reads them, and the environment
+calculates.
 """
 
 import decimal
@@ -14,51 +15,61 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from envs import Environment, Observation, call_in, need_number, with_instruction
+from envs import Environment, Observation, append_instruction, need_number, parse_tool_call
 from errors import UserError
-from prepare_data import MARK, Example, decode_image
-from reward import extract_boxed, register, weighted
-from tasks.geometry import CONTEXT, POINTS, Expression, Refused, Unreadable, answerable, normalise, same_answer
-from tasks.shapes import CELL, Scene, boxed, in_one_split, only_box, png, toy_of
+from prepare_data import IMAGE_PLACEHOLDER, Example, decode_image
+from reward import accuracy_and_format_reward, extract_boxed, register
+from tasks.geometry import (
+    CONTEXT,
+    TEST_POINTS,
+    ExpressionError,
+    ExpressionParser,
+    ExpressionTooLarge,
+    answerable,
+    normalise,
+    same_answer,
+)
+from tasks.shapes import CELL, Scene, encode_png, has_only_box, in_one_split, make_boxed_response, toy_of
 
 INSTRUCTION = (
     "You have a calculator: write <calc>12*(3+4)/sqrt(2)</calc>, and you will be told the value. When you know the "
     r"answer, state it in \boxed{}."
 )
-DIGITS = 12  # of a value that is told
-PLAIN = re.compile(r"[\s$]*[-+\u2212]?[0-9][0-9,\s]*(\.[0-9]+)?[\s$]*\.?")
+SIGNIFICANT_DIGITS = 12  # digits of a value in an observation
+PLAIN_NUMBER = re.compile(r"[\s$]*[-+\u2212]?[0-9][0-9,\s]*(\.[0-9]+)?[\s$]*\.?")
 
 
 @register("calculator", answerable=answerable)
 def calculator(response: str, example: Any, finish_reason: str) -> dict[str, float]:
-    """0.9 * accuracy + 0.1 * format of the last response: the value as geometry's answers are compared, and a box.
-    Where the truth is a number the answer must be one too: an expression was not reckoned."""
-    found = extract_boxed(response)
-    reckoned = found is not None and (PLAIN.fullmatch(found) or not PLAIN.fullmatch(example.ground_truth))
-    accuracy = reckoned and same_answer(found, example.ground_truth)
-    return weighted(accuracy, found is not None and only_box(response, found))
+    """Return 0.9 * accuracy + 0.1 * format of the last response. Accuracy compares answers as geometry does; format
+    asks for a box. If the truth is a number, the answer must be one too, because an expression was not calculated."""
+    boxed = extract_boxed(response)
+    is_value = boxed is not None and (PLAIN_NUMBER.fullmatch(boxed) or not PLAIN_NUMBER.fullmatch(example.ground_truth))
+    accuracy = is_value and same_answer(boxed, example.ground_truth)
+    return accuracy_and_format_reward(accuracy, boxed is not None and has_only_box(response, boxed))
 
 
 # --- arithmetic ---------------------------------------------------------------------------------------------------
 
 
 def calculate(text: str) -> str:
-    """Return the value, rounded to DIGITS digits, or what is wrong, which repeats nothing of the text."""
+    """Return the value of an expression, rounded to SIGNIFICANT_DIGITS, or a message on what is wrong with it. The
+    message repeats nothing of the text."""
     try:
         with decimal.localcontext(CONTEXT) as context:
-            expression = Expression(normalise(text), POINTS[0])
+            expression = ExpressionParser(normalise(text), TEST_POINTS[0])
             value = expression.sum()
             expression.expect("")
             if expression.letters:
-                raise Unreadable("letters")
-            context.prec = DIGITS
+                raise ExpressionError("letters")
+            context.prec = SIGNIFICANT_DIGITS
             value = (+value).normalize()
-        return f"{value:f}" if -DIGITS <= value.adjusted() < DIGITS else str(value)
-    except (Refused, decimal.Overflow, decimal.Underflow, RecursionError, MemoryError):
+        return f"{value:f}" if -SIGNIFICANT_DIGITS <= value.adjusted() < SIGNIFICANT_DIGITS else str(value)
+    except (ExpressionTooLarge, decimal.Overflow, decimal.Underflow, RecursionError, MemoryError):
         return "That is too long or too large."
     except decimal.DecimalException:
         return "That has no value."
-    except Unreadable:
+    except ExpressionError:
         return "That is no arithmetic: use numbers, + - * / ^ sqrt( ) and brackets."
 
 
@@ -66,18 +77,18 @@ def calculate(text: str) -> str:
 
 
 class Calculator(Environment):
-    """cost: of a calculation, taken from the reward."""
+    """The environment of `--env calculator`. `cost` is subtracted from the reward for each call."""
 
     def __init__(self, cost: float = 0.0):
         need_number("cost", cost, 1)
         self.cost = cost
 
     def reset(self, example: Example) -> tuple[list[dict[str, str]], Sequence[bytes]]:
-        return with_instruction(example.messages, INSTRUCTION, "<calc>"), example.images
+        return append_instruction(example.messages, INSTRUCTION, "<calc>"), example.images
 
     def step(self, response: str) -> Observation:
         try:
-            call = call_in(response, "calc")
+            call = parse_tool_call(response, "calc")
         except UserError as error:
             return Observation(str(error), reward=-self.cost)
         return Observation(done=True) if call is None else Observation(calculate(call), reward=-self.cost)
@@ -87,53 +98,67 @@ class Calculator(Environment):
 
 TOY_INSTRUCTION = r"<calc>1+2</calc> tells. Answer in \boxed{}."
 QUESTIONS = {"product": ("What is the top times the bottom?", "*"), "sum": ("What is the top plus the bottom?", "+")}
-USUAL = {"product": boxed("2000"), "sum": boxed("100")}
-ENV = {"max_turns": 2}  # of demo.py
+USUAL = {"product": make_boxed_response("2000"), "sum": make_boxed_response("100")}
+ENV = {"max_turns": 2}  # settings of demo.py
 DEMO = {"see_steps": 450, "habit_steps": 30, "images": 24, "questions": 2, "steps": 25, "eval_every": 5}
-# The seven strokes of a digit, from the top, clockwise, then the middle one: (left, top, right, bottom) in its cell
+# The seven strokes of a digit, clockwise from the top, then the middle one: (left, top, right, bottom) in its cell
 STROKES = ((8, 4, 19, 6), (17, 4, 19, 14), (17, 14, 19, 23), (8, 21, 19, 23), (8, 14, 10, 23), (8, 4, 10, 14))
 STROKES += ((8, 13, 19, 15),)
-SHOWN = ("012345", "12", "01346", "01236", "1256", "02356", "023456", "012", "0123456", "012356")  # of 0 to 9
+SEGMENTS_OF_DIGIT = (
+    "012345",
+    "12",
+    "01346",
+    "01236",
+    "1256",
+    "02356",
+    "023456",
+    "012",
+    "0123456",
+    "012356",
+)  # of 0 to 9
 
 
 def draw_number(draw: ImageDraw.ImageDraw, number: int, row: int, ink: int) -> None:
+    """Draw a number of two digits in a row of cells, in the grey value `ink`."""
     for column, digit in enumerate(f"{number:02}"):
-        for stroke in SHOWN[int(digit)]:
+        for stroke in SEGMENTS_OF_DIGIT[int(digit)]:
             left, top, right, bottom = STROKES[int(stroke)]
-            place = (column * CELL + left, row * CELL + top, column * CELL + right, row * CELL + bottom)
-            draw.rectangle(place, fill=(ink,) * 3)
+            box = (column * CELL + left, row * CELL + top, column * CELL + right, row * CELL + bottom)
+            draw.rectangle(box, fill=(ink,) * 3)
 
 
 def read_number(image: Image.Image, row: int) -> int:
-    """What `draw_number` drew: a stroke that is shown is dark half way along."""
+    """Return the number that `draw_number` drew: a stroke is there if its middle is dark."""
     digits = ""
     for column in range(2):
         middles = [((left + right) // 2, (top + bottom) // 2) for left, top, right, bottom in STROKES]
         shades = [image.getpixel((column * CELL + x, row * CELL + y))[0] for x, y in middles]
-        digits += str(SHOWN.index("".join(str(i) for i, shade in enumerate(shades) if shade < 128)))
+        digits += str(SEGMENTS_OF_DIGIT.index("".join(str(i) for i, shade in enumerate(shades) if shade < 128)))
     return int(digits)
 
 
 @in_one_split("calculator/")
 def scenes(rng: random.Random) -> Scene:
-    """Two numbers, one above the other."""
+    """Draw a scene: two numbers, one above the other."""
     top, bottom = (rng.randint(12, 99) for _ in range(2))
     image = Image.new("RGB", (2 * CELL, 2 * CELL), tuple(rng.randint(215, 255) for _ in range(3)))
     for row, number in enumerate((top, bottom)):
         draw_number(ImageDraw.Draw(image), number, row, rng.randint(0, 60))
     truths = {"product": str(top * bottom), "sum": str(top + bottom)}
-    start = f"{MARK}{TOY_INSTRUCTION}"
-    asked = [(kind, f"{start} {QUESTIONS[kind][0]}", boxed(truth), truth) for kind, truth in truths.items()]
-    return [png(image)], asked
+    start = f"{IMAGE_PLACEHOLDER}{TOY_INSTRUCTION}"
+    questions = [
+        (name, f"{start} {QUESTIONS[name][0]}", make_boxed_response(truth), truth) for name, truth in truths.items()
+    ]
+    return [encode_png(image)], questions
 
 
 toy = toy_of("calculator", scenes, tuple(QUESTIONS))
 
 
 def expert(example: Example, responses: Sequence[str], observations: Sequence[str]) -> str:
-    """The perfect next response to a toy: reads the numbers, has them reckoned, and repeats the value."""
+    """Return the perfect next response to a toy: first a call with the numbers in the image, then the value."""
     if observations:
-        return boxed(observations[-1])
+        return make_boxed_response(observations[-1])
     image = decode_image(example.images[0])
-    [sign] = [sign for asked, sign in QUESTIONS.values() if asked in example.messages[-1]["content"]]
+    [sign] = [sign for question, sign in QUESTIONS.values() if question in example.messages[-1]["content"]]
     return f"<calc>{read_number(image, 0)}{sign}{read_number(image, 1)}</calc>"

@@ -1,6 +1,6 @@
-"""LoRA (arXiv:2106.09685): a frozen matrix W is joined by a product of two small ones, W + alpha / rank * B A.
+"""LoRA (arXiv:2106.09685): adapters that add a product of two small matrices to a frozen one, W + alpha / rank * B A.
 
-Reads and writes PEFT's adapter format.
+Adapters are read and written in PEFT's format.
 """
 
 import json
@@ -14,12 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from errors import need, refusing
+from errors import as_user_error, need
 from utils import derive_seed
 
 
 @dataclass(frozen=True)
-class Lora:
+class LoraConfig:
+    """The rank, scale, layers and random seed of a model's adapters."""
+
     rank: int
     alpha: float
     targets: tuple[str, ...] = ()  # last names of linear layers of the language model's blocks (empty: the family's)
@@ -28,7 +30,7 @@ class Lora:
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter. Its own weight keeps its name, so checkpoints and engines need not know."""
+    """A linear layer with an adapter. Its own weight keeps its name, so checkpoints and engines need no changes."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
@@ -37,48 +39,51 @@ class LoraLinear(nn.Linear):
         return out + self.scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
 
 
-def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
+def find_lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
+    """Return the layers with an adapter, by name."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
 
 
-def linear_layers(hf: nn.Module) -> dict[str, nn.Linear]:
+def find_linear_layers(hf: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers, by name."""
     return {name: layer for name, layer in hf.named_modules() if isinstance(layer, nn.Linear)}
 
 
-def adapt(layer: nn.Linear, scale: float, a: Tensor, b: Tensor) -> None:
-    """Give a layer an adapter, in fp32 whatever the layer is in."""
+def add_adapter(layer: nn.Linear, scale: float, a: Tensor, b: Tensor) -> None:
+    """Add an adapter to a layer, in place; in fp32 whatever the layer's dtype."""
     layer.__class__ = LoraLinear
     layer.scale, layer.off = scale, False
     device = "cpu" if layer.weight.is_meta else layer.weight.device
     layer.lora_A, layer.lora_B = (nn.Parameter(x.to(device, torch.float32, copy=True)) for x in (a, b))
 
 
-def add_lora(hf: nn.Module, lora: Lora) -> nn.Module:
-    """Adapters for the chosen layers, in place. They start as nothing: B is 0. Every rank draws the same."""
+def add_lora(hf: nn.Module, lora: LoraConfig) -> nn.Module:
+    """Add adapters to the chosen layers, in place. Initially they change nothing, because B is 0. Every rank draws the
+    same values of A."""
     family = hf.family
     text, tower = f"{family.language}.{family.blocks}.", f"{family.vision}.{family.vision_blocks}."
-    linear = linear_layers(hf)
-    known = {name.rpartition(".")[2] for name in linear if name.startswith(text)}
-    missing, there = " ".join(sorted(set(lora.targets) - known)), ", ".join(sorted(known))
-    need(not missing, f"--lora-targets {missing}: no such linear layers; the language model's blocks have {there}")
-    targets = lora.targets or family.lora_targets or known
+    linear = find_linear_layers(hf)
+    names = {name.rpartition(".")[2] for name in linear if name.startswith(text)}
+    missing, known = " ".join(sorted(set(lora.targets) - names)), ", ".join(sorted(names))
+    need(not missing, f"--lora-targets {missing}: no such linear layers; the language model's blocks have {known}")
+    targets = lora.targets or family.lora_targets or names
     for name, layer in linear.items():
         if (name.startswith(text) and name.rpartition(".")[2] in targets) or (lora.vision and name.startswith(tower)):
             generator = torch.Generator().manual_seed(derive_seed(lora.seed, "lora", name))
-            drawn = torch.rand(lora.rank, layer.in_features, generator=generator)
-            a, b = (drawn * 2 - 1) * layer.in_features**-0.5, torch.zeros(layer.out_features, lora.rank)
-            adapt(layer, lora.alpha / lora.rank, a, b)
+            uniform = torch.rand(lora.rank, layer.in_features, generator=generator)
+            a, b = (uniform * 2 - 1) * layer.in_features**-0.5, torch.zeros(layer.out_features, lora.rank)
+            add_adapter(layer, lora.alpha / lora.rank, a, b)
     return hf
 
 
-class AdaptersOff:
-    """The policy as it was before its adapters learnt: a reference without weights of its own."""
+class AdapterFreePolicy:
+    """A policy with its adapters switched off: a reference policy that needs no second set of weights."""
 
     def __init__(self, policy: nn.Module):
         self.policy = policy
 
     def __call__(self, *args):
-        layers = lora_layers(self.policy).values()
+        layers = find_lora_layers(self.policy).values()
         for layer in layers:
             layer.off = True
         try:
@@ -90,64 +95,69 @@ class AdaptersOff:
 
 @torch.no_grad()
 def merge_lora(hf: nn.Module) -> nn.Module:
-    """Adapters added into the weights that they adapt, in place; in fp32."""
-    for layer in lora_layers(hf).values():
+    """Add the adapters to the weights that they adapt, in place and in fp32, and remove them."""
+    for layer in find_lora_layers(hf).values():
         layer.weight.copy_(layer.weight.float() + layer.scale * layer.lora_B.float() @ layer.lora_A.float())
         layer.__class__ = nn.Linear
         del layer.lora_A, layer.lora_B
     return hf
 
 
-PREFIX = "base_model.model."  # of a layer's name in PEFT's files
-UNREAD = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")  # not plain
+PEFT_PREFIX = "base_model.model."  # precedes a layer's name in PEFT's files
+# Options of PEFT that go beyond plain LoRA
+UNSUPPORTED_PEFT_KEYS = (
+    "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias"
+)  # fmt: skip
 
 
 def write_adapter(
     hf: nn.Module, base: str, folder: Path, gathered: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """adapter_config.json and adapter_model.safetensors, as PEFT writes them. `base` is the model's folder or hub
-    id; `gathered` are the adapters' tensors by name, of a model that is sharded."""
-    layers = lora_layers(hf)
+    """Write adapter_config.json and adapter_model.safetensors in PEFT's format. `base` is the model's folder or hub
+    id; `gathered` holds the adapters' tensors by name, if the model is sharded."""
+    layers = find_lora_layers(hf)
     first = next(iter(layers.values()))
     rank = first.lora_A.shape[0]
-    made = {"base_model_name_or_path": base, "r": rank, "lora_alpha": first.scale * rank, "lora_dropout": 0.0}
-    plain = {"bias": "none", "fan_in_fan_out": False, "inference_mode": True, "use_rslora": False}
-    names = list(layers)  # in full: the tower's MLPs may be called like the language model's
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **made, **plain, "target_modules": names}
+    sizes = {"base_model_name_or_path": base, "r": rank, "lora_alpha": first.scale * rank, "lora_dropout": 0.0}
+    options = {"bias": "none", "fan_in_fan_out": False, "inference_mode": True, "use_rslora": False}
+    names = list(layers)  # full names, because the tower's MLPs may have the same last names as the language model's
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **sizes, **options, "target_modules": names}
     adapters = gathered or {name: p.detach() for name, p in hf.named_parameters() if ".lora_" in name}
-    tensors = {f"{PREFIX}{name}.weight": p.float().contiguous() for name, p in adapters.items()}
+    tensors = {f"{PEFT_PREFIX}{name}.weight": p.float().contiguous() for name, p in adapters.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
-    """A PEFT adapter put on the layers of its base, in place; UserError where it is another base's, or no plain
-    LoRA."""
+    """Read a PEFT adapter into the layers of its base model, in place. Raise UserError if it was made for another base
+    or is not plain LoRA."""
     config = json.loads((folder / "adapter_config.json").read_text())
     recorded = config.get("base_model_name_or_path") or ""
-    same = Path(recorded).name == Path(base).name  # folders move, names stay
-    need(same, f"{folder}: the adapter was made for {recorded!r}, not for {base!r}")
-    kind = config.get("peft_type"), config.get("bias", "none"), *(key for key in UNREAD if config.get(key))
-    told = f"an adapter of kind {', '.join(map(str, kind))}: only plain LoRA is read; merge it with peft"
-    need(kind == ("LORA", "none"), f"{folder}: {told}")
+    is_same = Path(recorded).name == Path(base).name  # compare names only, because folders may have moved
+    need(is_same, f"{folder}: the adapter was made for {recorded!r}, not for {base!r}")
+    unsupported = (key for key in UNSUPPORTED_PEFT_KEYS if config.get(key))
+    options = (config.get("peft_type"), config.get("bias", "none"), *unsupported)
+    need(options == ("LORA", "none"), f"{folder}: adapter options {', '.join(map(str, options))}: only plain LoRA is "
+         "supported; merge the adapter with peft")
     path = folder / "adapter_model.safetensors"
-    with refusing((OSError, SafetensorError), f"{path}: missing, truncated or no safetensors file"):
+    with as_user_error((OSError, SafetensorError), f"{path}: missing, truncated or not a safetensors file"):
         tensors = load_file(path)
-    linear, rank = linear_layers(hf), config.get("r")
+    linear, rank = find_linear_layers(hf), config.get("r")
     alpha = config.get("lora_alpha")
-    sizes = isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)
-    need(sizes, f"{folder}: adapter_config.json has r={rank!r} and lora_alpha={alpha!r}; correct them")
+    is_valid = isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)
+    need(is_valid, f"{folder}: adapter_config.json has r={rank!r} and lora_alpha={alpha!r}; correct them")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    names = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in tensors}
-    shapes = {}
+    names = {key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors}
+    expected_shapes = {}
     for name in names & linear.keys():
-        shapes[f"{PREFIX}{name}.lora_A.weight"] = (rank, linear[name].in_features)
-        shapes[f"{PREFIX}{name}.lora_B.weight"] = (linear[name].out_features, rank)
-    found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    for key in sorted(shapes | found):
-        has, wants = found.get(key), shapes.get(key)
-        need(has == wants, f"{folder}: the adapter does not fit {base!r}: {key} has shape {has}, and {wants} is needed")
+        expected_shapes[f"{PEFT_PREFIX}{name}.lora_A.weight"] = (rank, linear[name].in_features)
+        expected_shapes[f"{PEFT_PREFIX}{name}.lora_B.weight"] = (linear[name].out_features, rank)
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    for key in sorted(expected_shapes | shapes):
+        shape, expected = shapes.get(key), expected_shapes.get(key)
+        need(shape == expected, f"{folder}: the adapter does not fit {base!r}: {key} has shape {shape}, but must have "
+             f"{expected}")
     for name in sorted(names):
-        adapt(linear[name], scale, *(tensors[f"{PREFIX}{name}.lora_{x}.weight"] for x in "AB"))
+        add_adapter(linear[name], scale, *(tensors[f"{PEFT_PREFIX}{name}.lora_{x}.weight"] for x in "AB"))
     return hf

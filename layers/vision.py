@@ -1,4 +1,4 @@
-"""Images: their patches, made where the vision tower runs, and the tower's features, computed once for each image.
+"""Images: their patches, made on the device of the vision tower, and the tower's features, computed once per image.
 
 Axes: H hidden size, I image tokens.
 """
@@ -16,12 +16,12 @@ from utils import copy_together
 
 @dataclass(frozen=True, eq=False)
 class Patcher:
-    """Makes patches of images at their final size, on any device, with exactly the values of the model's own image
-    processor: it looks up each byte in a table."""
+    """A function from images at their final size to patches, on any device. It looks up each byte in a table, and so
+    gives exactly the values of the model's own image processor."""
 
     table_CB: Tensor  # (channels, 256) fp32, see model.Processor._make_patcher
-    patch: int  # pixels on a side
-    merge: int  # patches on a side of an image token
+    patch: int  # side of a patch in pixels
+    merge: int  # side of an image token in patches
     frames: int  # copies of an image in each of its patches
 
     def __call__(self, image: Image.Image, device: torch.device | str = "cpu") -> Tensor:
@@ -37,10 +37,10 @@ class Patcher:
 
 @dataclass(eq=False)
 class ImageInput:
-    """One image at the size the model sees. `key` identifies its content.
+    """An image at the size that the model sees. `key` identifies its content.
 
-    Patches are eight times as large as the image. So they are not kept, but made whenever the vision tower runs, on its
-    device. That is rare for a frozen tower, whose features are cached.
+    Patches are eight times as large as the image, so they are not kept but made whenever the vision tower runs, on its
+    device. This is rare for a frozen tower, whose features are cached.
     """
 
     key: str
@@ -55,18 +55,20 @@ class ImageInput:
 
 
 class VisionCache:
-    """Features of images by content, least recently used out first. Only valid while the tower does not change."""
+    """A least-recently-used cache of image features by content. It is only valid while the tower does not change."""
 
     def __init__(self, max_bytes: float):
         self.max_bytes, self.bytes = max_bytes, 0
         self.entries: OrderedDict[str, tuple[Tensor, ...]] = OrderedDict()
 
     def get(self, key: str) -> tuple[Tensor, ...] | None:
+        """Return the features of an image, or None if they are not cached."""
         if key in self.entries:
             self.entries.move_to_end(key)
         return self.entries.get(key)
 
     def put(self, key: str, layers: tuple[Tensor, ...]) -> None:
+        """Add the features of an image, and remove the least recently used ones beyond max_bytes."""
         layers = tuple(layer.clone() for layer in layers)  # slices would keep the whole batch alive
         self.entries[key] = layers
         self.bytes += sum(layer.nbytes for layer in layers)
@@ -75,13 +77,15 @@ class VisionCache:
 
 
 def vision_features(hf, images: Sequence[ImageInput], cache: VisionCache | None = None) -> tuple[Tensor, list[Tensor]]:
-    """Features of the images, each unique one computed once: (I, H), and the deepstack layers' (I, H) each."""
+    """Return the features of the images, (I, H), and those of each deepstack layer, (I, H) each. Equal images are
+    computed once."""
     unique = {image.key: image for image in images}
-    layers_of = {key: cache.get(key) if cache else None for key in unique}
-    missing = [image for key, image in unique.items() if layers_of[key] is None]
-    # Rounding depends on what is computed together. Cached features must not depend on when they were computed, or a
-    # resumed run, whose cache is empty, would differ from an uninterrupted one: then each image goes alone.
-    # An image of one token goes twice: one row is multiplied as a vector, which rounds by where in memory weights lie.
+    layers_by_key = {key: cache.get(key) if cache else None for key in unique}
+    missing = [image for key, image in unique.items() if layers_by_key[key] is None]
+    # Rounding depends on the other images in a batch. Cached features must not depend on when they were computed, or a
+    # resumed run, whose cache is empty, would differ from an uninterrupted one: so with a cache each image is a batch.
+    # An image of one token is computed twice in its batch: a single row would be multiplied as a vector, where rounding
+    # depends on the weights' position in memory.
     batches = [[image] * (2 if image.n_tokens == 1 else 1) for image in missing] if cache else [missing]
     device = hf.get_input_embeddings().weight.device
     for batch in batches:
@@ -89,11 +93,11 @@ def vision_features(hf, images: Sequence[ImageInput], cache: VisionCache | None 
         grids = torch.tensor([image.grid_thw for image in batch], device=device)
         out = hf.model.get_image_features(pixels, grids, return_dict=True)
         layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
-        sizes = [image.n_tokens for image in batch]  # transformers 5.17 leaves deepstack layers in one piece
+        sizes = [image.n_tokens for image in batch]  # transformers 5.17 does not split deepstack layers by image
         layers = [layer.split(sizes) if torch.is_tensor(layer) else layer for layer in layers]
         for i, image in enumerate(dict.fromkeys(batch)):
-            layers_of[image.key] = tuple(layer[i] for layer in layers)
+            layers_by_key[image.key] = tuple(layer[i] for layer in layers)
             if cache:
-                cache.put(image.key, layers_of[image.key])
-    pooled, *deep = (torch.cat(parts) for parts in zip(*(layers_of[image.key] for image in images), strict=True))
+                cache.put(image.key, layers_by_key[image.key])
+    pooled, *deep = (torch.cat(parts) for parts in zip(*(layers_by_key[image.key] for image in images), strict=True))
     return pooled, deep

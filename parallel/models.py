@@ -1,4 +1,4 @@
-"""What trains: policy, critic and reference with their optimizers, built without weights, sharded and filled."""
+"""The models of a run: policy, critic and reference with their optimizers, built, sharded and filled with weights."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,36 +11,38 @@ import torch
 
 from errors import UserError, need
 from grpo import Algorithm
-from layers.lora import AdaptersOff, add_lora
+from layers.lora import AdapterFreePolicy, add_lora
 from model import Critic, ModelConfig, Policy, Processor, VisionCache, resolve_dtype
 from packing import Packer
 from parallel import sharding
-from parallel.loading import load_sharded, meta_hf
-from rollout import Examples, Rollout, StartOf, Weights, as_given, make_prompts
-from settings import setting
-from utils import Context, Meter, print0
+from parallel.loading import build_meta_model, load_sharded
+from rollout import ExampleList, GetWeights, ResetFn, Rollout, identity, make_prompts
+from settings import flag_field
+from utils import DistContext, Meter, print0
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """Optimizer"""
 
-    lr: float = setting(1e-6, "peak learning rate", above=0)
-    vision_lr: float | None = setting(None, "peak learning rate of the trained vision weights (default: --lr)", above=0)
-    schedule: str = setting("constant", "learning-rate schedule after warmup; cosine decays to 0",
-                            choices=("constant", "cosine"))
-    warmup_steps: int = setting(0, "steps of linear learning-rate warmup", least=0)
-    weight_decay: float = setting(0.01, "AdamW weight decay", least=0)
-    max_grad_norm: float = setting(1.0, "max global gradient norm; larger gradients are scaled down to it", above=0)
-    micro_tokens: int = setting(8192, "max packed tokens per micro-batch; does not change the loss", least=1)
+    lr: float = flag_field(1e-6, "peak learning rate", above=0)
+    vision_lr: float | None = flag_field(
+        None, "peak learning rate of the trained vision weights (default: --lr)", above=0
+    )
+    schedule: str = flag_field("constant", "learning-rate schedule after warmup; cosine decays to 0",
+                               choices=("constant", "cosine"))
+    warmup_steps: int = flag_field(0, "steps of linear learning-rate warmup", least=0)
+    weight_decay: float = flag_field(0.01, "AdamW weight decay", least=0)
+    max_grad_norm: float = flag_field(1.0, "max global gradient norm; larger gradients are scaled down to it", above=0)
+    micro_tokens: int = flag_field(8192, "max packed tokens per micro-batch; does not change the loss", least=1)
 
     def check(self, model: ModelConfig, steps: int) -> None:
         need(self.vision_lr is None or not model.vision_frozen,
-             f"--vision-lr {self.vision_lr}: nothing of the tower trains; choose with --train-vision")
+             f"--vision-lr {self.vision_lr}: the vision tower is frozen; choose what to train with --train-vision")
         need(self.warmup_steps <= steps, f"--warmup-steps {self.warmup_steps} exceeds --steps {steps}")
 
-    def factor(self, step: int, steps: int) -> float:
-        """Share of the peak learning rates at a 0-based step of so many."""
+    def lr_factor(self, step: int, steps: int) -> float:
+        """Return the factor of the peak learning rates at a 0-based step of `steps`."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -51,111 +53,112 @@ class OptimConfig:
 
 @dataclass(eq=False)
 class Models:
-    """`critic` is a separate one; a value head is part of the policy. `reference` may be the policy without
-    adapters."""
+    """The models of a run and their optimizers. `critic` is a separate model, since a value head is part of the policy.
+    `reference` may be the policy without its adapters."""
 
     policy: Policy
     optimizer: torch.optim.Optimizer
     critic: Critic | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
-    reference: Policy | AdaptersOff | None = None
-    dtype: torch.dtype = torch.float32  # of computation
-    saved: dict[str, tuple] = field(default_factory=dict)  # what a checkpoint holds: model and optimizer, by name
-    parts: list[str] = field(default_factory=list)  # saved_parts
+    reference: Policy | AdapterFreePolicy | None = None
+    dtype: torch.dtype = torch.float32  # compute dtype
+    checkpointed: dict[str, tuple] = field(default_factory=dict)  # saved in checkpoints: name -> (model, optimizer)
+    checkpoint_parts: list[str] = field(default_factory=list)  # result of the function checkpoint_parts
 
-    def each(self) -> list[Policy]:
-        """The models that have weights of their own."""
+    def with_weights(self) -> list[Policy]:
+        """Return the models that have separate weights; AdapterFreePolicy shares the policy's."""
         return [model for model in (self.policy, self.critic, self.reference) if isinstance(model, Policy)]
 
     @property
-    def vision_share(self) -> float:
-        """Of the vision tower in an update, see packing.flop_rates: trained, or only run forward, or cached."""
+    def vision_flop_factor(self) -> float:
+        """Return the tower's factor for packing.flop_costs: 1 if trained, 1/3 if only run forward, 0 if cached."""
         if not self.policy.vision_frozen:
             return 1.0
         return 1 / 3 if self.policy.cache is None else 0.0
 
-    def weights(self, dtype: torch.dtype) -> Weights:
-        """Return the policy's weights as engines take them (Engine.sync)."""
-        return partial(sharding.full_parameters, self.policy, dtype=dtype)
+    def weights(self, dtype: torch.dtype) -> GetWeights:
+        """Return a function that yields the policy's weights in `dtype`, as Engine.sync needs it."""
+        return partial(sharding.FullParameters, self.policy, dtype=dtype)
 
     def reshard(self) -> None:
-        """After forwards that no backward follows: or an update would leave gathered weights stale."""
-        for model in self.each():
+        """Free gathered weights after forwards without a backward, because an update would leave them stale."""
+        for model in self.with_weights():
             sharding.reshard(model)
 
     def zero_grad(self) -> None:
-        for model in self.each():
+        """Drop the gradients of all models."""
+        for model in self.with_weights():
             model.zero_grad(set_to_none=True)
 
     def set_learning_rates(self, optim: OptimConfig, step: int, steps: int) -> float:
-        """The policy's, which it returns, the vision tower's and the critic's."""
-        factor = optim.factor(step, steps)
+        """Set the learning rates of policy, vision tower and critic for a step, and return the policy's."""
+        factor = optim.lr_factor(step, steps)
         for optimizer in filter(None, (self.optimizer, self.critic_optimizer)):
             for group in optimizer.param_groups:
                 group["lr"] = factor * group["peak"]
         return factor * optim.lr
 
-    def after_step(self, step: int, ref_every: int) -> None:
-        """The reference becomes the policy, every so many steps."""
+    def refresh_reference(self, step: int, ref_every: int) -> None:
+        """Copy the policy's weights into the reference every `ref_every` steps; 0: never."""
         if ref_every and step % ref_every == 0:
             sharding.copy_weights(self.policy, self.reference)
 
 
-def build_models(cfg: Any, processor: Processor, ctx: Context) -> Models:
-    """All that the algorithm of train.py's `cfg` needs, at the weights of --model."""
+def build_models(cfg: Any, processor: Processor, ctx: DistContext) -> Models:
+    """Return the models that the algorithm of train.py's `cfg` needs, with the weights of --model."""
     algo, optim, model = cfg.algo, cfg.optim, cfg.model
     dtype = resolve_dtype(model.dtype, ctx.device)
     master = {"fp32": torch.float32, "bf16": torch.bfloat16}[model.master_dtype]
-    # One cache for engine and trainer: with the tower frozen both compute the same features
+    # engine and trainer share a cache, because both compute the same features if the tower is frozen
     cached = model.vision_frozen and model.vision_cache_gb > 0
     cache = VisionCache(model.vision_cache_gb * 2**30) if cached else None
     lora = model.lora(cfg.run.seed)
 
-    def build(kind: type[Policy], frozen: bool = False, **more: bool) -> Policy:
-        hf = meta_hf(model.model, dtype if frozen else master, model.family_paths)
+    def build(model_class: type[Policy], frozen: bool = False, **kwargs: bool) -> Policy:
+        hf = build_meta_model(model.model, dtype if frozen else master, model.family_paths)
         if lora:
             add_lora(hf, lora)
         train_vision = "none" if frozen else model.train_vision
-        policy = kind(hf, processor, train_vision, model.attn, cache, model.kernel, **more).train(not frozen)
+        policy = model_class(hf, processor, train_vision, model.attn, cache, model.kernel, **kwargs).train(not frozen)
         if frozen:
             policy.requires_grad_(False)
-        elif model.grad_checkpointing:
+        elif model.gradient_checkpointing:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
-        sharding.shard(policy, ctx.device, dtype, cfg.parallel, frozen)
+        sharding.apply_fsdp(policy, ctx.device, dtype, cfg.parallel, frozen)
         load_sharded(policy, model.model)
         return policy
 
     policy = build(Policy, value_head=algo.needs_values and algo.critic == "head")
     optimizer = sharding.make_optimizer(policy, optim.lr, optim.weight_decay, algo.critic_lr, optim.vision_lr)
-    models = Models(policy, optimizer, dtype=dtype, parts=saved_parts(model, algo))
-    models.saved["policy"] = policy, optimizer
+    models = Models(policy, optimizer, dtype=dtype, checkpoint_parts=checkpoint_parts(model, algo))
+    models.checkpointed["policy"] = policy, optimizer
     if algo.needs_values and algo.critic == "separate":
         models.critic = build(Critic)
         models.critic_optimizer = sharding.make_optimizer(models.critic, algo.critic_lr, optim.weight_decay)
-        models.saved["critic"] = models.critic, models.critic_optimizer
+        models.checkpointed["critic"] = models.critic, models.critic_optimizer
     if algo.needs_reference:
-        models.reference = AdaptersOff(policy) if lora else build(Policy, frozen=True)
-        if algo.ref_every:  # one that is never refreshed is --model, and is read from there
-            models.saved["reference"] = models.reference, None
+        models.reference = AdapterFreePolicy(policy) if lora else build(Policy, frozen=True)
+        if algo.ref_every:  # without it the reference stays --model and is not saved
+            models.checkpointed["reference"] = models.reference, None
     return models
 
 
-def saved_parts(cfg: ModelConfig, algo: Algorithm) -> list[str]:
-    """What a checkpoint holds besides the policy's own weights; what a resumed run must have, too."""
+def checkpoint_parts(cfg: ModelConfig, algo: Algorithm) -> list[str]:
+    """Return what a checkpoint has besides the policy's weights, by name; a resumed run must have the same parts."""
     parts = {
         "critic": algo.needs_values and algo.critic == "separate",
         f"lora_rank_{cfg.lora_rank}": cfg.lora_rank > 0,
         "reference": algo.ref_every > 0,
         "value_head": algo.needs_values and algo.critic == "head",
-        "vision": not cfg.vision_frozen,  # else all models have --model's tower, and share its features
+        "vision": not cfg.vision_frozen,  # if frozen, all models share --model's tower and its features
     }
-    return [part for part, held in parts.items() if held]
+    return [part for part, included in parts.items() if included]
 
 
 @contextmanager
 def peak_memory(meter: Meter, asleep_bytes: Callable[[], int]) -> Iterator[None]:
     """Record the peak GPU memory of the block as memory/peak_gib. `asleep_bytes` is subtracted: memory that a sleeping
-    engine gave back, but torch's allocator still counts."""
+    engine has released, but torch's allocator still counts."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     yield
@@ -168,28 +171,28 @@ ASLEEP_GIB = 3.0  # GPU memory that vLLM keeps while it sleeps: CUDA graphs, its
 
 def probe_memory(
     policy: Policy,
-    examples: Examples,
+    examples: ExampleList,
     packer: Packer,
     processor: Processor,
     cfg: Any,
-    start_of: StartOf = as_given,
+    reset_fn: ResetFn = identity,
 ) -> int:
-    """Try the fullest micro-batch there can be before the first step rather than hours into the run; return its tokens.
+    """Try the largest possible micro-batch before the first step, not hours into the run; return its number of tokens.
 
-    Run its forward and backward twice, because gradients are in memory from the second micro-batch of an update on. The
-    loss is 0, so nothing is learnt. Raise UserError if the micro-batch does not fit, together with a full vision cache
-    and a sleeping engine. `cfg` is train.py's.
+    Its forward and backward run twice, because gradients are in memory from the second micro-batch of an update on. The
+    loss is 0, so nothing is learnt. Raise UserError if the micro-batch does not fit in the GPU's memory together with a
+    full vision cache and a sleeping engine. `cfg` is train.py's.
     """
     longest = examples[examples.lengths.index(max(examples.lengths))]
-    prompt = make_prompts([longest], processor, start_of=start_of)[0]
-    room, max_new_tokens = packer.max_tokens - len(prompt.token_ids), cfg.rollout.max_new_tokens
+    prompt = make_prompts([longest], processor, reset_fn=reset_fn)[0]
+    remaining, max_new_tokens = packer.max_tokens - len(prompt.token_ids), cfg.rollout.max_new_tokens
     rollouts = []
-    for sample, taken in enumerate(range(0, room, max_new_tokens)):
-        n = min(max_new_tokens, room - taken)
-        response = [sample % 100] * n + processor.eos_ids[:1]  # the first token tells responses apart
+    for sample, start in enumerate(range(0, remaining, max_new_tokens)):
+        n = min(max_new_tokens, remaining - start)
+        response = [sample % 100] * n + processor.eos_ids[:1]  # first tokens differ, so only the prompt is shared
         rollouts.append(Rollout(prompt, sample, response, [True] * (n + 1), [0.0] * (n + 1), "length", ""))
     micro = max(packer.pack(rollouts), key=lambda micro: micro.n_tokens)
-    remedy = "lower it, or use --grad-checkpointing"
+    remedy = "lower it, or use --gradient-checkpointing"
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -208,5 +211,5 @@ def probe_memory(
         print0(f"fullest micro-batch: {micro.n_tokens} tokens, peak {peak:.1f} of {total:.1f} GiB")
         need(peak + reserve <= total,
              f"--micro-tokens {packer.max_tokens}: a full micro-batch needs {peak:.1f} GiB, vision cache and sleeping "
-             f"engine {reserve:.1f}; this GPU has {total:.1f}; {remedy}")
+             f"engine need {reserve:.1f} GiB, but this GPU has {total:.1f} GiB; {remedy}")
     return micro.n_tokens

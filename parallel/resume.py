@@ -1,4 +1,4 @@
-"""Where a run starts, and what it saves: which checkpoint, which settings, and what is said on the way."""
+"""Starting and saving a run: the checkpoint and settings that it continues from, and when it saves checkpoints."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -9,13 +9,13 @@ from typing import Any
 
 from errors import check_writable, nearest_path, need, plug_in
 from parallel import checkpoint
-from parallel.checkpoint import complete_checkpoints, intact, on_rank0, run_args
-from report.files import read_rows
+from parallel.checkpoint import list_checkpoints, newest_intact_checkpoint, read_run_args, run_on_rank0
+from report.run_files import read_rows
 from report.summary import best_evaluation
 from rewards.functions import absolute_files
-from settings import REQUIRED, flag_of, never, setting, settings_of_run
+from settings import REQUIRED, flag_field, flag_name, load_run_settings, never
 
-# A checkpoint does not fit a run where these differ: its weights, or its position in the data (counted in batches)
+# Settings that a resumed run must keep: the weights or the position in the data (counted in batches) depend on them
 FIXED = ("model", "train_vision", "lora_targets", "prompts_per_step")
 
 
@@ -23,22 +23,31 @@ FIXED = ("model", "train_vision", "lora_targets", "prompts_per_step")
 class RunConfig:
     """Run"""
 
-    steps: int = setting(REQUIRED, "training steps in all; a resumed run counts its earlier ones", least=1)
-    out: str = setting(REQUIRED, "run directory for checkpoints, metrics, rollouts and the report", from_run=never)
-    resume: str = setting("no", "no; auto (newest intact checkpoint in --out, if any); or a run or checkpoint. Flags "
-                          "not passed keep that run's values; code (--reward, --env FILE), servers and keys must be "
-                          "passed again")
-    eval_every: int = setting(0, "steps between evaluations; 0: only before the first and after the last", least=0)
-    save_every: int = setting(50, "steps between checkpoints; the last step is always saved", least=1)
-    keep: int = setting(2, "number of newest checkpoints to keep", least=1)
-    keep_best: bool = setting(False, "also keep the checkpoint with the best evaluation, saved right after it")
-    track: tuple[str, ...] = setting((), "log metrics and sample tables also to tensorboard, wandb, or both",
-                                     metavar="TRACKER", from_run=lambda name: name == "tensorboard")  # wandb: a server
-    self_test: bool = setting(True, "before the first step, check that engine and trainer agree on real prompts")
-    grace_seconds: float = setting(60.0, "seconds to save a checkpoint and exit after SIGTERM, Ctrl-C, ...", above=0)
-    timeout_minutes: float = setting(30.0, "stop, and name the rank, if the other ranks wait for it longer than this",
-                                     above=0)
-    seed: int = setting(0, "random seed of data order, sampling and LoRA initialisation")
+    steps: int = flag_field(REQUIRED, "total training steps, including those before a resume", least=1)
+    out: str = flag_field(REQUIRED, "run directory for checkpoints, metrics, rollouts and the report", from_run=never)
+    resume: str = flag_field(
+        "no",
+        "no, auto (newest intact checkpoint in --out, if any), or the path of a run or checkpoint. Flags "
+        "not passed keep that run's values; those that name code, servers or secrets must be passed again: docs/data.md"
+    )
+    eval_every: int = flag_field(
+        0, "steps between evaluations; 0: only before the first step and after the last one", least=0
+    )
+    save_every: int = flag_field(50, "steps between checkpoints; the last step is always saved", least=1)
+    keep: int = flag_field(2, "number of newest checkpoints to keep", least=1)
+    keep_best: bool = flag_field(
+        False, "also keep the best checkpoint by evaluation score, saved right after that evaluation"
+    )
+    report_to: tuple[str, ...] = flag_field((), "also log metrics and sample tables to tensorboard, wandb, or both",
+                                        metavar="TRACKER", from_run=lambda name: name == "tensorboard")  # not wandb
+    self_test: bool = flag_field(True, "before the first step, check that engine and trainer agree on real prompts")
+    grace_seconds: float = flag_field(
+        60.0, "after SIGTERM, Ctrl-C, ...: time limit to finish the current phase, save and exit, in seconds", above=0
+    )
+    timeout_minutes: float = flag_field(
+        30.0, "end the run if one rank keeps the others waiting longer than this; the error names that rank", above=0
+    )
+    seed: int = flag_field(0, "random seed for data order, sampling and LoRA initialisation")
 
     @property
     def folder(self) -> Path:
@@ -49,138 +58,145 @@ class RunConfig:
         need(not self.folder.is_file(), f"--out {self.out} is a file; give a directory")
         need(not self.keep_best or eval_data, "--keep-best needs --eval-data, and with it --eval-every")
         check_writable(self.folder, "--out")
-        if self.track:
-            plug_in("report.page.trackers", "--track").check_trackers(self.track)
+        if self.report_to:
+            plug_in("report.page.trackers", "--report-to").check_trackers(self.report_to)
 
     @property
     def origin(self) -> str:
-        """Return where the settings that were not given come from."""
+        """Return where the settings that were not passed as flags come from."""
         if self.resume == "no" or (self.resume == "auto" and not (self.folder / "checkpoints").exists()):
             return "the default"
         return "from the run that is resumed"
 
 
-def resumed_settings(known: Iterable[Field], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the run that --resume continues, by their flags' names; none where there is nothing to
-    resume."""
-    resume, out = given.get("resume", "no"), given.get("out")
+def load_resumed_settings(settings: Iterable[Field], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run that --resume continues, by flag name, or {} if there is nothing to resume. `args`
+    are the flags that were passed."""
+    resume, out = args.get("resume", "no"), args.get("out")
     if resume == "no":
         return {}
     path = Path(resume if resume != "auto" else out or ".")
-    checkpoints = complete_checkpoints(path)
-    if checkpoints or (resume == "auto" and (path / "run.json").is_file()):  # or it ended before its first checkpoint
-        run = run_args(checkpoints[-1] if checkpoints else path / "checkpoints" / "none")
-        return settings_of_run(known, run, given, path)
+    checkpoints = list_checkpoints(path)
+    if checkpoints or (resume == "auto" and (path / "run.json").is_file()):  # it may have no checkpoint yet
+        run = read_run_args(checkpoints[-1] if checkpoints else path / "checkpoints" / "none")
+        return load_run_settings(settings, run, args, path)
     need(resume == "auto", f"--resume {resume}: expected no, auto, a complete checkpoint or a run that has one"
          + nearest_path(path))
-    missing = " ".join(flag_of(name) for name in ("model", "data", "out", "steps") if name not in given)
+    missing = " ".join(flag_name(name) for name in ("model", "data", "out", "steps") if name not in args)
     need(not missing, f"--resume auto: there is no checkpoint in --out {out}, and a new run needs {missing}")
     return {}
 
 
-def absolute(path: str | None) -> str | None:
-    """Of what is there, also in a comma list or by a glob; anything else (a hub id) stays as it is."""
+def absolute_path(path: str | None) -> str | None:
+    """Make existing paths absolute, also in a comma list or as a glob. Return anything else (a hub id) unchanged."""
     parts = (path or "").split(",")
-    found = [str(Path(part).absolute()) if Path(part).exists() or glob(part) else part for part in parts]
-    return ",".join(found) if path else path
+    parts = [str(Path(part).absolute()) if Path(part).exists() or glob(part) else part for part in parts]
+    return ",".join(parts) if path else path
 
 
 def absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings that name files, as absolute paths: a run is continued and evaluated from any directory."""
+    """Return the settings that name files, as absolute paths: a run can be resumed and evaluated from any directory."""
     paths = ("model", "data", "eval_data", "image_root", "curriculum")
-    return {name: absolute(settings[name]) for name in paths} | absolute_files(settings)
+    return {name: absolute_path(settings[name]) for name in paths} | absolute_files(settings)
 
 
-def holds_run(out: Path) -> bool:
-    """Is there anything that a new run would destroy? One that ended before its first step leaves nothing."""
-    return bool(complete_checkpoints(out)) or any(row["step"] > 0 for row in read_rows(out / "metrics.jsonl"))
+def contains_run(out: Path) -> bool:
+    """Return whether `out` holds a run that a new one would destroy: one with a checkpoint or at least one step."""
+    return bool(list_checkpoints(out)) or any(row["step"] > 0 for row in read_rows(out / "metrics.jsonl"))
 
 
-def find_start(out: Path, resume: str, settings: Mapping[str, Any], parts: list[str]) -> Path | None:
-    """The checkpoint to continue from, if any. `parts` is what it must hold besides the policy's weights."""
-    newest = on_rank0(lambda: (complete_checkpoints(out) or [None])[-1])
+def find_resume_checkpoint(out: Path, resume: str, settings: Mapping[str, Any], parts: list[str]) -> Path | None:
+    """Return the checkpoint to continue from, or None for a new run. Raise UserError if it does not fit
+    `settings`, does not hold exactly `parts` besides the policy's weights, or is not the newest one in an `out` that
+    has any; or if `out` holds a run although `resume` is "no"."""
+    newest = run_on_rank0(lambda: (list_checkpoints(out) or [None])[-1])
     if resume == "no":
-        need(not on_rank0(lambda: holds_run(out)),
+        need(not run_on_rank0(lambda: contains_run(out)),
              f"--out {out} already holds a run; continue it with --resume auto, or choose another directory")
         return None
-    given = None if resume == "auto" or Path(resume).resolve() == out.resolve() else intact(Path(resume))
-    if given is None or newest is None or newest.resolve() != given.resolve():
-        newest = intact(out, set_aside=True)
-    start = given or newest
+    requested = (
+        None if resume == "auto" or Path(resume).resolve() == out.resolve() else newest_intact_checkpoint(Path(resume))
+    )
+    if requested is None or newest is None or newest.resolve() != requested.resolve():
+        newest = newest_intact_checkpoint(out, set_aside=True)
+    start = requested or newest
     if start is None:
         return None
     fixed = (*FIXED, *(["lora_alpha"] if settings["lora_rank"] else []))
-    for name, (was, now) in changes(run_args(start), settings).items():
-        need(name not in fixed, f"--resume {start}: the checkpoint does not fit: {flag_of(name)} was {was} and is "
-             f"{now}; keep it, or start from what merge_lora.py exports")
-    held = checkpoint.read_trainer(start).get("parts", [])
+    for name, (old, new) in diff_settings(read_run_args(start), settings).items():
+        need(name not in fixed, f"--resume {start}: the checkpoint does not fit: {flag_name(name)} was {old} and is "
+             f"{new}; keep it, or start a new run from an export of merge_lora.py")
+    held = checkpoint.read_trainer_state(start).get("parts", [])
     need(held == parts,
-         f"--resume {start}: it holds {', '.join(held) or 'the policy alone'}; asked for is "
+         f"--resume {start}: it holds {', '.join(held) or 'the policy alone'}, but this run needs "
          f"{', '.join(parts) or 'the policy alone'}; keep --adv, --lora-rank, --train-vision and the --algo-args "
          "critic and ref_every")
     need(newest is None or newest.resolve() == start.resolve(),
-         f"--resume {resume} is not the newest checkpoint of --out {out}: two histories must not mix; use {newest}")
+         f"--resume {resume} is not the newest checkpoint in --out {out}, and a run directory holds one history; "
+         f"resume {newest}, or choose another --out")
     return start
 
 
-def changes(before: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, tuple]:
-    """Settings that are not those of a run.json: what they were and are, as JSON has them."""
-    now = json.loads(json.dumps(dict(settings)))
-    return {name: (before[name], value) for name, value in now.items() if before.get(name, value) != value}
+def diff_settings(old: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, tuple]:
+    """Return the settings that differ from those of a run.json, `old`: name -> (old value, new value), as in JSON."""
+    new = json.loads(json.dumps(dict(settings)))
+    return {name: (old[name], value) for name, value in new.items() if old.get(name, value) != value}
 
 
-def changed_settings(out: Path, settings: Mapping[str, Any]) -> list[str]:
-    """What differs from the settings that the run in --out was last started with."""
+def format_setting_changes(out: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings that have changed since the run in --out was last started, as text."""
     file = out / "run.json"
-    before = checkpoint.read_json(file).get("args", {}) if file.is_file() else {}
-    changed = changes(before | {"resume": settings["resume"]}, settings)
-    return [f"{flag_of(name)} {was} -> {now}" for name, (was, now) in changed.items()]
+    last = checkpoint.read_json(file).get("args", {}) if file.is_file() else {}
+    changes = diff_settings(last | {"resume": settings["resume"]}, settings)
+    return [f"{flag_name(name)} {old} -> {new}" for name, (old, new) in changes.items()]
 
 
-class Saver:
-    """Checkpoints of the last whole step, also where a later one has begun."""
+class CheckpointSaver:
+    """Saves checkpoints of the last whole step, even if the next step has already begun."""
 
     def __init__(self, cfg: RunConfig, models: Any, start: Path | None, state: Any):
         self.out = cfg.folder
         self.cfg = cfg
         self.models = models
         self.start = start  # the checkpoint that the run continues from
-        self.saved = state.step
-        self.state = state  # of the last whole step
-        checkpoint.check_room(self.out, cfg.keep + cfg.keep_best, models.saved)
+        self.saved = state.step  # the step of the last checkpoint
+        self.state = state  # after the last whole step
+        checkpoint.check_disk_space(self.out, cfg.keep + cfg.keep_best, models.checkpointed)
 
-    def reached(self, state: Any) -> Any:
-        """Take over the state after a whole step, which a checkpoint from now on holds, and return it."""
+    def set_state(self, state: Any) -> Any:
+        """Remember the state after a whole step, which the next checkpoint will hold, and return it."""
         self.state = state
         return state
 
     def save(self) -> Path | None:
-        """A checkpoint, unless there is one; the newest."""
+        """Save a checkpoint of the last whole step unless there is one. Return the newest checkpoint, if any."""
         if self.state.step > self.saved:
-            position = {"parts": self.models.parts} | asdict(self.state)
-            best = self.best_step() if self.cfg.keep_best else None
-            checkpoint.save_checkpoint(self.out, self.state.step, self.models.saved, self.cfg.keep, position, best)
+            position = {"parts": self.models.checkpoint_parts} | asdict(self.state)
+            best = self.best_eval_step() if self.cfg.keep_best else None
+            checkpoint.save_checkpoint(
+                self.out, self.state.step, self.models.checkpointed, self.cfg.keep, position, best
+            )
             self.saved = self.state.step
-        return (complete_checkpoints(self.out) or [self.start])[-1]
+        return (list_checkpoints(self.out) or [self.start])[-1]
 
-    def best_step(self) -> int | None:
-        """Of the best evaluation so far, on all ranks. metrics.jsonl says so, and a run that goes on has it up to its
-        checkpoint, so that it keeps what one that was not cut off would keep."""
-        return on_rank0(lambda: best_evaluation(read_rows(self.out / "metrics.jsonl")).get("step"))
+    def best_eval_step(self) -> int | None:
+        """Return the step of the best evaluation so far, on all ranks. It is read from metrics.jsonl, which a resumed
+        run has up to its checkpoint, so that it keeps the same checkpoints as an uninterrupted run."""
+        return run_on_rank0(lambda: best_evaluation(read_rows(self.out / "metrics.jsonl")).get("step"))
 
-    def after_step(self) -> None:
-        """Where a checkpoint is due. Of a step's evaluation the row is written by now."""
+    def save_if_due(self) -> None:
+        """Save a checkpoint if one is due. The row of the step's evaluation must have been written before."""
         step, every = self.state.step, self.cfg.eval_every
         due = step % self.cfg.save_every == 0 or step == self.cfg.steps
-        if due or (self.cfg.keep_best and every and step % every == 0 and self.best_step() == step):
+        if due or (self.cfg.keep_best and every and step % every == 0 and self.best_eval_step() == step):
             self.save()
 
-    def save_and_tell(self) -> str:
-        """What is said when the run was asked to end."""
+    def save_and_describe(self) -> str:
+        """Save a checkpoint because the run was asked to end, and return the message to print."""
         newest = self.save()
         if newest is None:
             return "no step was finished, so there is nothing to save"
         if newest == self.start:
-            return f"no step was finished since {newest}; the same command goes on from it"
+            return f"no step was finished since {newest}; the same command continues from it"
         done = f"stopped after step {self.state.step} of {self.cfg.steps}, saved in {newest}"
-        return f"{done}; the same command with --resume auto goes on"
+        return f"{done}; the same command with --resume auto continues the run"

@@ -1,8 +1,8 @@
-"""Tensor parallelism (arXiv:1909.08053, section 3): of a group of neighbouring processes each computes some heads of
-attention, some units of the MLPs, and the policy head of some tokens. All of a group get the same micro-batches, and
-what is not divided (tower, experts, recurrent layers, norms) each of them computes whole, with the same result.
+"""Tensor parallelism (arXiv:1909.08053, section 3): each process of a process group of neighbours computes some
+attention heads, some units of the MLPs, and the policy head of some tokens. All processes of the group get the same
+micro-batches. The rest (tower, experts, recurrent layers, norms) is computed in full on each, with the same result.
 
-It is put on a policy from outside, by sharding.shard; the policy's own code does not know of it.
+sharding.apply_fsdp applies it to a policy from outside; the policy's code does not depend on it.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,49 +21,52 @@ from kernels import rollout_bounds
 from model import Policy, PolicyOutput
 from packing import TokenBatch
 
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # linear layers of which each process has some outputs
-ROWS = ("o_proj", "down_proj")  # and some inputs: what they give is summed over the group
-HEAD_NORMS = ("q_norm", "k_norm")  # one weight for all heads, of which each process has some
-PLACEMENTS = {  # of the parameters of such a layer; what is not named, each process has whole
-    **dict.fromkeys(COLUMNS, {"weight": Shard(0), "bias": Shard(0), "lora_B": Shard(0)}),
-    **dict.fromkeys(ROWS, {"weight": Shard(1), "lora_A": Shard(1)}),
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # linear layers divided by their outputs
+ROW_PARALLEL = ("o_proj", "down_proj")  # divided by their inputs; outputs are summed over the process group
+HEAD_NORMS = ("q_norm", "k_norm")  # one weight for all heads; each process has some of the heads
+PLACEMENTS = {  # how a layer's parameters are divided; each process has those without an entry in full
+    **dict.fromkeys(COLUMN_PARALLEL, {"weight": Shard(0), "bias": Shard(0), "lora_B": Shard(0)}),
+    **dict.fromkeys(ROW_PARALLEL, {"weight": Shard(1), "lora_A": Shard(1)}),
     **dict.fromkeys(HEAD_NORMS, {}),
 }
 
 
 def check_tp(config: transformers.PreTrainedConfig, tp: int) -> None:
-    """UserError where the language model cannot be divided by tp."""
+    """Raise UserError if the language model cannot be divided by `tp`."""
     text = config.get_text_config()
-    for name, what in (("num_key_value_heads", "key-value heads"), ("intermediate_size", "units of an MLP")):
+    for name, label in (("num_key_value_heads", "key-value heads"), ("intermediate_size", "units of an MLP")):
         n = getattr(text, name, None) or tp
-        need(n % tp == 0, f"--tp {tp}: the model's {n} {what} do not divide into so many parts; use a divisor of {n}")
+        need(n % tp == 0, f"--tp {tp}: the model's {n} {label} cannot be divided by {tp}; use a divisor of {n}")
 
 
-def divisible(module: nn.Module) -> bool:
-    """Is this an attention layer or an MLP of layers that we know how to divide?"""
+def can_parallelize(module: nn.Module) -> bool:
+    """Return whether a module is an attention layer or an MLP whose linear layers can all be divided."""
     names = {name.split(".")[0] for name, _ in module.named_parameters()}
-    return bool(names & {*ROWS}) and names <= PLACEMENTS.keys()
+    return bool(names & {*ROW_PARALLEL}) and names <= PLACEMENTS.keys()
 
 
-def divide_blocks(policy: Policy, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> tuple[list, list]:
-    """Divide a policy's language blocks and its head over the processes of a one-dimensional mesh, in place. Returns
-    the modules that were divided, and the blocks' other modules that are large enough to be units of FSDP."""
+def parallelize_blocks(policy: Policy, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> tuple[list, list]:
+    """Divide a policy's language blocks and its head over the processes of a one-dimensional mesh, in place. Return
+    the modules that were divided and the blocks' other modules that are large enough to be FSDP units."""
     children = list(chain.from_iterable(block.children() for block in blocks))
-    divided = [child for child in children if divisible(child)]
-    kinds = ", ".join(dict.fromkeys(type(child).__name__ for child in children))
-    need(divided, f"--tp {mesh.size()}: of {kinds}, none is made of {', '.join(COLUMNS + ROWS)} alone; use 1")
+    divided = [child for child in children if can_parallelize(child)]
+    names = ", ".join(dict.fromkeys(type(child).__name__ for child in children))
+    need(
+        divided,
+        f"--tp {mesh.size()}: none of {names} consists only of {', '.join(COLUMN_PARALLEL + ROW_PARALLEL)}; use --tp 1",
+    )
     for module in divided:
-        divide(module, mesh)
-    # mixtures of experts and recurrent layers; norms are too small
+        parallelize_block_part(module, mesh)
+    # mixtures of experts and recurrent layers, but not norms, which are too small
     whole = [child for child in children if child not in divided and any(p.ndim > 1 for p in child.parameters())]
     for module in whole:
-        module.register_forward_hook(no_view)
-    divide_head(policy, mesh.get_group())
+        module.register_forward_hook(clone_views)
+    parallelize_head(policy, mesh.get_group())
     return divided, whole
 
 
-def no_view(module: nn.Module, inputs: tuple, output: object) -> object:
-    """FSDP warns of units that return a view; an operation on it in place would drop its hooks."""
+def clone_views(module: nn.Module, inputs: tuple, output: object) -> object:
+    """Return a copy of an output that is a view: FSDP warns of views, as in-place operations on them drop its hooks."""
     return output.clone() if getattr(output, "_base", None) is not None else output
 
 
@@ -71,55 +74,55 @@ def no_view(module: nn.Module, inputs: tuple, output: object) -> object:
 # Attention and MLPs
 
 
-def divide(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Give each process of the mesh its part of an attention layer or an MLP, in place. What goes in and comes out is
-    whole, and the same on all processes: one sum of activations over them in the forward, one in the backward.
+def parallelize_block_part(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give each process of the mesh its part of an attention layer or an MLP, in place. Inputs and outputs are whole
+    and the same on all processes: activations are summed over them once in the forward and once in the backward.
 
-    Parameters become DTensors, so that FSDP and checkpoints know what they are parts of, but the forward computes
-    with plain tensors. torch's parallelize_module and distribute_module compute with DTensors: each operation then
-    costs a dispatch in Python, and for each new length of a micro-batch, that is for nearly all, placements are
-    worked out anew. A small model took two to five times as long with them."""
+    Parameters become DTensors, so that FSDP and checkpoints know which parts they are, but the forward computes with
+    plain tensors. torch's parallelize_module and distribute_module compute with DTensors: each operation then costs a
+    dispatch in Python, and for each new length of a micro-batch, that is for nearly all, placements are computed
+    again. A small model took two to five times as long with them."""
     group = mesh.get_group()
 
     def sum_gradients(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:
-            return (_SumGradients.apply(args[0], group), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": _SumGradients.apply(kwargs["hidden_states"], group)}
+            return (_AllReduceBackward.apply(args[0], group), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": _AllReduceBackward.apply(kwargs["hidden_states"], group)}
 
     module.register_forward_pre_hook(sum_gradients, with_kwargs=True)
     for name, layer in module.named_children():
         if name in PLACEMENTS:
-            divide_layer(layer, name, mesh)
-        if name in ROWS:
-            layer.register_forward_hook(lambda _, inputs, output: _SumOutputs.apply(output, group))
+            parallelize_linear(layer, name, mesh)
+        if name in ROW_PARALLEL:
+            layer.register_forward_hook(lambda _, inputs, output: _AllReduceForward.apply(output, group))
 
 
-def divide_layer(layer: nn.Module, kind: str, mesh: DeviceMesh) -> None:
-    """Its parameters become DTensors, and its forward computes with what this process has of them."""
+def parallelize_linear(layer: nn.Module, layer_name: str, mesh: DeviceMesh) -> None:
+    """Turn a layer's parameters into DTensors, and make its forward compute with this process's part of them."""
     for name, parameter in list(layer.named_parameters(recurse=False)):
-        # every process has read or drawn the same, so each takes its part without asking
-        placements = [PLACEMENTS[kind].get(name, Replicate())]
+        # every process has the same values, read or drawn, so each takes its part without communication
+        placements = [PLACEMENTS[layer_name].get(name, Replicate())]
         part = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
         layer.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
     forward = layer.forward
 
-    def locally(x: torch.Tensor) -> torch.Tensor:
-        held = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
-        for name, parameter in held.items():
-            # what is held whole has met a part of the heads or units only: its gradients are still to be summed
-            local = parameter.to_local(grad_placements=None if name in PLACEMENTS[kind] else [Partial()])
-            once_each = kind in ROWS and name == "bias"  # and outputs are summed
-            layer._parameters[name] = local / mesh.size() if once_each else local
+    def forward_local(x: torch.Tensor) -> torch.Tensor:
+        parameters = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
+        for name, parameter in parameters.items():
+            # an undivided parameter is used for some of the heads or units only, so its gradients must still be summed
+            local = parameter.to_local(grad_placements=None if name in PLACEMENTS[layer_name] else [Partial()])
+            added_by_all = layer_name in ROW_PARALLEL and name == "bias"  # each process adds it before the sum
+            layer._parameters[name] = local / mesh.size() if added_by_all else local
         try:
             return forward(x)
         finally:
-            layer._parameters.update(held)
+            layer._parameters.update(parameters)
 
-    layer.forward = locally
+    layer.forward = forward_local
 
 
-class _SumOutputs(torch.autograd.Function):
-    """Over a group, in place. The gradient is the same on all of it already."""
+class _AllReduceForward(torch.autograd.Function):
+    """An in-place all-reduce over a process group. Its gradient is not reduced: it is the same on all processes."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, factor: float = 1.0) -> torch.Tensor:
@@ -133,8 +136,8 @@ class _SumOutputs(torch.autograd.Function):
         return grad * ctx.factor if ctx.factor != 1 else grad, None, None
 
 
-class _SumGradients(torch.autograd.Function):
-    """What is the same on all of a group goes different ways there, and comes back as gradients to be summed."""
+class _AllReduceBackward(torch.autograd.Function):
+    """An identity whose gradient is summed over a process group, as each process uses the same input differently."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, factor: float = 1.0) -> torch.Tensor:
@@ -152,33 +155,33 @@ class _SumGradients(torch.autograd.Function):
 # The policy head
 
 
-def divide_head(policy: Policy, group: dist.ProcessGroup) -> None:
-    """Each process of the group computes log-probabilities, entropies and loss of some of the tokens, and all get
-    all of them."""
-    head = policy.head
+def parallelize_head(policy: Policy, group: dist.ProcessGroup) -> None:
+    """Divide the policy head, in place: each process of the group computes log-probabilities, entropies and loss of
+    some of the tokens, and all processes get the results of all tokens."""
+    head = policy.apply_head
     size = group.size()
 
-    def divided(hidden_KH, target_K, temperature, loss, tokens) -> PolicyOutput:  # as Policy.head
-        # Gradients of the head itself are those of some tokens, and are divided by the size of the group as those of
-        # all that each process has whole (sharding.shard). So they are multiplied by it, and what goes back to the
-        # blocks is not.
-        rows = own_rows(len(target_K), tokens, loss, group)
-        hidden_RH = _SumGradients.apply(hidden_KH, group, 1 / size)[rows]
+    def apply_divided(hidden_KH, target_K, temperature, loss, tokens) -> PolicyOutput:  # replaces Policy.apply_head
+        # The head's gradients here are those of some tokens. FSDP divides them by the size of the group, like those of
+        # all undivided parameters (sharding.apply_fsdp), so they are multiplied by it here. Gradients that go back to
+        # the blocks are not.
+        rows = local_rows(len(target_K), tokens, loss, group)
+        hidden_RH = _AllReduceBackward.apply(hidden_KH, group, 1 / size)[rows]
         out = head(hidden_RH, target_K[rows], temperature, loss, None if tokens is None else tokens[rows])
-        around = (rows.start, len(target_K) - rows.stop)
-        logp_K = _SumOutputs.apply(F.pad(out.logp_K, around), group, size)
-        entropy_K = _SumOutputs.apply(F.pad(out.entropy_K, around), group, size)
-        total = None if out.loss is None else _SumOutputs.apply(out.loss.clone(), group, size)
+        padding = (rows.start, len(target_K) - rows.stop)
+        logp_K = _AllReduceForward.apply(F.pad(out.logp_K, padding), group, size)
+        entropy_K = _AllReduceForward.apply(F.pad(out.entropy_K, padding), group, size)
+        total = None if out.loss is None else _AllReduceForward.apply(out.loss.clone(), group, size)
         return PolicyOutput(logp_K, entropy_K, total)
 
     policy.tp_group = group
-    policy.head = divided
+    policy.apply_head = apply_divided
 
 
-def own_rows(n: int, tokens: TokenBatch | None, loss: Callable | None, group: dist.ProcessGroup) -> slice:
+def local_rows(n: int, tokens: TokenBatch | None, loss: Callable | None, group: dist.ProcessGroup) -> slice:
     """Return which of n tokens this process computes the head for: whole rollouts if the loss couples tokens."""
     per_token = loss is None or loss.per_token
-    cuts = torch.tensor(range(n + 1) if per_token else rollout_bounds(tokens.rollout))
-    wanted = torch.tensor([n * group.rank() // group.size(), n * (group.rank() + 1) // group.size()])
-    start, stop = cuts[torch.searchsorted(cuts, wanted)].tolist()
+    bounds = torch.tensor(range(n + 1) if per_token else rollout_bounds(tokens.rollout))
+    even_split = torch.tensor([n * group.rank() // group.size(), n * (group.rank() + 1) // group.size()])
+    start, stop = bounds[torch.searchsorted(bounds, even_split)].tolist()
     return slice(start, stop)

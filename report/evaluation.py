@@ -1,4 +1,5 @@
-"""The summary of an evaluation's records: with intervals, by type, against baselines, without images."""
+"""The summary of an evaluation's records: metrics with confidence intervals, overall and by column value,
+comparisons with baselines, and visual reliance."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -8,29 +9,37 @@ from typing import Any
 
 from errors import printable
 from prepare_data import Example
-from report.records import columns_of, encode_image
-from report.statistics import bootstrap, ends_of, interval, majority, mcnemar, pass_at_k, same_answer
-from report.summary import IMAGES
+from report.records import encode_image, filter_columns
+from report.statistics import (
+    bootstrap,
+    confidence_interval,
+    majority_vote_score,
+    mcnemar_p_value,
+    normalize_answer,
+    pass_at_k,
+    score_bounds,
+)
+from report.summary import ABLATIONS
 from reward import extract_boxed, task_name
 from rollout import Rollout
 
-FAILED = "rewards that failed, counted as 0: {n}"
+FAILED_NOTE = "failed rewards, counted as 0: {n}"
 
 
 def make_record(
     index: int, example: Example, graded: Sequence[tuple[Rollout, dict[str, float]]], group_by: Sequence[str]
 ) -> dict:
-    """An example with its responses and their rewards, as JSON has it."""
-    groups = {name: group_of(example, name) for name in group_by}
-    samples = [sample_record(r, rewards) for r, rewards in graded]
-    return {"index": index} | about(example) | {"groups": groups, "samples": samples}
+    """Return an example with its responses and their rewards as a record (see report/records.py)."""
+    groups = {name: column_as_text(example, name) for name in group_by}
+    samples = [make_sample_record(r, rewards) for r, rewards in graded]
+    return {"index": index} | example_fields(example) | {"groups": groups, "samples": samples}
 
 
-def about(example: Example) -> dict:
-    """What a record says of its example."""
+def example_fields(example: Example) -> dict:
+    """Return the fields of a record that describe its example."""
     return {
         "uid": example.uid,
-        "answer_type": answer_type(example),
+        "answer_type": example_answer_type(example),
         "task": task_name(example.data_source),
         "source": example.data_source,
         "n_images": len(example.images),
@@ -38,60 +47,63 @@ def about(example: Example) -> dict:
     }
 
 
-def sample_record(r: Rollout, rewards: dict[str, float]) -> dict:
-    """A response, or an episode."""
+def make_sample_record(r: Rollout, rewards: dict[str, float]) -> dict:
+    """Return a response or an episode, with its rewards, as a sample of a record."""
     sample = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": rewards}
     if r.is_episode:
         images = [encode_image(image.image) for image in r.images]
-        sample |= {"turns": r.turns, "ended_by": r.ended_by, "messages": r.messages, "images": images}
+        sample |= {"turns": r.n_turns, "ended_by": r.ended_by, "messages": r.messages, "images": images}
     return sample
 
 
-def answer_type(example: Example) -> str:
-    return group_of(example, "answer_type", "all")
+def example_answer_type(example: Example) -> str:
+    """Return the example's answer_type, or "all" if it has none."""
+    return column_as_text(example, "answer_type", "all")
 
 
-def group_of(example: Example, column: str, missing: str = "none") -> str:
-    """Return the value of a column as text: data may name types by numbers, or by both."""
+def column_as_text(example: Example, column: str, missing: str = "none") -> str:
+    """Return the value of a column as text, or `missing` if there is none. Types may be numbers in the data."""
     value = example.extra.get(column)
     return missing if value is None or value == "" else str(value)
 
 
-def metric_of(records: Sequence[dict]) -> str:
-    """Return the reward that examples are compared by: "accuracy", or "reward", the total, if some have none."""
+def record_metric(records: Sequence[dict]) -> str:
+    """Return the name of the reward by which examples are compared: "accuracy", or "reward", the total, if a sample has
+    no accuracy."""
     samples = chain.from_iterable(record["samples"] for record in records)
     return "accuracy" if all("accuracy" in s["rewards"] for s in samples if s["finish_reason"] != "error") else "reward"
 
 
-def samples_of(record: dict, metric: str) -> list[float]:
-    """Return the metric of each sample; of one whose reward failed it is 0."""
+def sample_scores(record: dict, metric: str) -> list[float]:
+    """Return the metric of each sample; it is 0 if the reward failed."""
     return [s["rewards"].get(metric, 0.0) for s in record["samples"]]
 
 
-def scores_of(records: Sequence[dict], metric: str) -> list[float]:
+def example_scores(records: Sequence[dict], metric: str) -> list[float]:
     """Return one score per example: the mean over its samples."""
-    return [fmean(samples_of(record, metric)) for record in records]
+    return [fmean(sample_scores(record, metric)) for record in records]
 
 
-def answer_of(sample: dict) -> str | None:
-    """The answer that a response votes for: what is in its last box, or all of it after a <think> block."""
+def voted_answer(sample: dict) -> str | None:
+    """Return the answer that a response votes for: the content of its last \\boxed{}, or else its text after a <think>
+    block. Return None if it failed or is empty."""
     if sample["finish_reason"] == "error":
         return None
     boxed = extract_boxed(sample["text"])
-    return same_answer(sample["text"].rpartition("</think>")[2] if boxed is None else boxed) or None
+    return normalize_answer(sample["text"].rpartition("</think>")[2] if boxed is None else boxed) or None
 
 
 def summarise(records: Sequence[dict], metric: str | None = None) -> dict:
-    """Return the metric (its mean over samples, then over examples) and all named rewards with their intervals; of
-    several samples also pass@k and majority; the metric of each group of examples."""
-    metric = metric or metric_of(records)
+    """Return the metric (its mean over samples, then over examples) and all named rewards with their intervals, pass@k
+    and majority@k if there are several samples, and the metric by column value."""
+    metric = metric or record_metric(records)
     samples = list(chain.from_iterable(record["samples"] for record in records))
     summary = {
         "samples": len(records[0]["samples"]),
         "metric": metric,
         "reward": fmean(s["rewards"]["reward"] for s in samples),
-        **grouped(records, metric),
-        **of_several(records, metric),
+        **summarise_group(records, metric),
+        **multi_sample_metrics(records, metric),
         "rewards": named_rewards(records, metric),
         "truncated": fmean(s["finish_reason"] == "length" for s in samples),
         "failed": sum(s["finish_reason"] == "error" for s in samples),
@@ -100,85 +112,89 @@ def summarise(records: Sequence[dict], metric: str | None = None) -> dict:
     if "messages" in samples[0]:
         summary["turns"] = fmean(s["turns"] for s in samples)
         ends = Counter(s["ended_by"] for s in samples)
-        summary["ended_by"] = {why: n / len(samples) for why, n in ends.most_common()}
-    return summary | by_group(records, metric)
+        summary["ended_by"] = {reason: n / len(samples) for reason, n in ends.most_common()}
+    return summary | metrics_by_column(records, metric)
 
 
 def named_rewards(records: Sequence[dict], metric: str) -> dict[str, dict]:
-    """Return the mean of each named reward except the metric, over the n examples that have it. With several tasks the
-    names are TASK/NAME."""
-    several = len({record["task"] for record in records}) > 1
+    """Return the mean of each named reward except the metric, over the n examples that have it. If there are several
+    tasks, the names are TASK/NAME."""
+    several_tasks = len({record["task"] for record in records}) > 1
     scores = defaultdict(list)
     for record in records:
         values = defaultdict(list)
         for name, value in chain.from_iterable(s["rewards"].items() for s in record["samples"]):
-            values[f"{record['task']}/{name}" if several else name].append(value)
-        for name, found in values.items():
-            scores[name].append(fmean(found))
+            values[f"{record['task']}/{name}" if several_tasks else name].append(value)
+        for name, sample_values in values.items():
+            scores[name].append(fmean(sample_values))
     scores.pop(metric, None)
-    return {name: described(values, "mean") for name, values in sorted(scores.items())}
+    return {name: summarise_scores(values, "mean") for name, values in sorted(scores.items())}
 
 
-def of_several(records: Sequence[dict], metric: str) -> dict[str, float]:
-    """Of K samples: their mean, the chance that one of k is right, for each k, and what a vote of all says."""
+def multi_sample_metrics(records: Sequence[dict], metric: str) -> dict[str, float]:
+    """Return avg@K of K samples, pass@k for each k (the probability that at least one of k samples is right) and
+    majority@K (the score of a majority vote); nothing if there is one sample."""
     k_max = len(records[0]["samples"])
     if k_max == 1:
         return {}
-    told = {f"avg@{k_max}": fmean(scores_of(records, metric))}
-    of_samples = [samples_of(record, metric) for record in records]
-    if metric != "accuracy" or not set(chain.from_iterable(of_samples)) <= {0, 1}:  # some answers are right in part
-        return told
-    right = [sum(score == 1 for score in scores) for scores in of_samples]
+    metrics = {f"avg@{k_max}": fmean(example_scores(records, metric))}
+    scores = [sample_scores(record, metric) for record in records]
+    if metric != "accuracy" or not set(chain.from_iterable(scores)) <= {0, 1}:  # some answers are partly right
+        return metrics
+    n_right = [sum(score == 1 for score in example) for example in scores]
     for k in range(1, k_max + 1):
-        told[f"pass@{k}"] = fmean(pass_at_k(k_max, n, k) for n in right)
-    votes = [list(map(answer_of, record["samples"])) for record in records]
-    voted = [majority(answers, scores) for answers, scores in zip(votes, of_samples, strict=True)]
-    return told | {f"majority@{k_max}": fmean(voted)}
+        metrics[f"pass@{k}"] = fmean(pass_at_k(k_max, n, k) for n in n_right)
+    votes = [list(map(voted_answer, record["samples"])) for record in records]
+    voted = [majority_vote_score(answers, example) for answers, example in zip(votes, scores, strict=True)]
+    return metrics | {f"majority@{k_max}": fmean(voted)}
 
 
-def by_group(records: Sequence[dict], metric: str) -> dict[str, dict]:
-    """Return `by_answer_type`, and `by_*` of all else in which the records differ or that was asked for; over several
-    tasks the mean of their figures, whatever their sizes."""
-    asked = {"answer_type", *records[0]["groups"]}
-    found = {}
-    for column, values in columns_of(records).items():
-        if column not in asked and len(set(values)) == 1:
+def metrics_by_column(records: Sequence[dict], metric: str) -> dict[str, dict]:
+    """Return the metric by column value: `by_answer_type`, `by_*` for each column of --group-by and for all others in
+    which the records differ. If there are several tasks, add `task_mean`, the mean over tasks of equal weight."""
+    always_shown = {"answer_type", *records[0]["groups"]}
+    tables = {}
+    for column, values in filter_columns(records).items():
+        if column not in always_shown and len(set(values)) == 1:
             continue
-        members = defaultdict(list)
+        by_value = defaultdict(list)
         for value, record in zip(values, records, strict=True):
-            members[value].append(record)
-        found[f"by_{column}"] = {value: grouped(of, metric) for value, of in sorted(members.items(), key=in_order)}
+            by_value[value].append(record)
+        tables[f"by_{column}"] = {
+            value: summarise_group(subset, metric) for value, subset in sorted(by_value.items(), key=numeric_sort_key)
+        }
         if column == "task":
-            scores = [scores_of(of, metric) for of in members.values()]
-            ci95 = bootstrap(*scores, ends=ends_of(scores_of(records, metric)))
-            found["task_mean"] = {metric: fmean(map(fmean, scores)), f"{metric}_ci95": ci95, "n_tasks": len(members)}
-    return found
+            scores = [example_scores(subset, metric) for subset in by_value.values()]
+            ci95 = bootstrap(*scores, ends=score_bounds(example_scores(records, metric)))
+            tables["task_mean"] = {metric: fmean(map(fmean, scores)), f"{metric}_ci95": ci95, "n_tasks": len(by_value)}
+    return tables
 
 
-def in_order(item: tuple[str, Any]) -> tuple[bool, float, str]:
-    """Numbers by value, before texts."""
+def numeric_sort_key(item: tuple[str, Any]) -> tuple[bool, float, str]:
+    """Return a sort key that orders numbers by value and puts them before other texts."""
     try:
         return False, float(item[0]), item[0]
     except ValueError:
         return True, 0.0, item[0]
 
 
-def grouped(records: Sequence[dict], metric: str) -> dict:
-    return described(scores_of(records, metric), metric)
+def summarise_group(records: Sequence[dict], metric: str) -> dict:
+    """Return n, the mean of the metric over the examples, and its interval."""
+    return summarise_scores(example_scores(records, metric), metric)
 
 
-def described(scores: Sequence[float], name: str) -> dict:
-    """Return n, the mean of the scores as `name`, and its interval."""
-    return {"n": len(scores), name: fmean(scores), f"{name}_ci95": interval(scores)}
+def summarise_scores(scores: Sequence[float], name: str) -> dict:
+    """Return n, the mean of the scores under the key `name`, and its interval."""
+    return {"n": len(scores), name: fmean(scores), f"{name}_ci95": confidence_interval(scores)}
 
 
-def compare(records: Sequence[dict], baseline: Sequence[dict], metric: str) -> dict:
+def compare_with_baseline(records: Sequence[dict], baseline: Sequence[dict], metric: str) -> dict:
     """Compare with another model on the same examples. Return the difference of the metric with its interval (bootstrap
-    over examples), the examples gained and lost, and an exact test of whether these may be chance."""
+    over examples), the examples gained and lost, and the p value of an exact test on these two counts."""
     assert [r["uid"] for r in records] == [r["uid"] for r in baseline], "a paired comparison needs the same examples"
-    ours, theirs = scores_of(records, metric), scores_of(baseline, metric)
-    gaps = {r["uid"]: a - b for r, a, b in zip(records, ours, theirs, strict=True)}
-    ends = (-1.0, 1.0) if ends_of(ours + theirs) else ()
+    scores, baseline_scores = example_scores(records, metric), example_scores(baseline, metric)
+    gaps = {r["uid"]: a - b for r, a, b in zip(records, scores, baseline_scores, strict=True)}
+    ends = (-1.0, 1.0) if score_bounds(scores + baseline_scores) else ()
     gained = [uid for uid, gap in gaps.items() if gap > 0]
     lost = [uid for uid, gap in gaps.items() if gap < 0]
     return {
@@ -186,7 +202,7 @@ def compare(records: Sequence[dict], baseline: Sequence[dict], metric: str) -> d
         "difference_ci95": bootstrap(list(gaps.values()), ends=ends),
         "gained": len(gained),
         "lost": len(lost),
-        "mcnemar_p": mcnemar(len(gained), len(lost)),
+        "mcnemar_p": mcnemar_p_value(len(gained), len(lost)),
         "gained_uids": gained,
         "lost_uids": lost,
     }
@@ -196,63 +212,70 @@ def compare(records: Sequence[dict], baseline: Sequence[dict], metric: str) -> d
 # Visual reliance
 
 
-def reliance(records: Sequence[dict], ablated: Mapping[str, Sequence[dict]], metric: str) -> dict:
-    """Measure how much of the metric comes from seeing: the same questions with other images, or without."""
+def visual_reliance(records: Sequence[dict], ablated: Mapping[str, Sequence[dict]], metric: str) -> dict:
+    """Measure how much of the metric depends on the images: compare with the same questions under each ablation."""
     table: dict[str, Any] = {}
-    for kind, others in ablated.items():
-        found = compare(records, others, metric)
-        table[kind] = grouped(others, metric) | {"drop": found["difference"], "drop_ci95": found["difference_ci95"]}
-    table["constant"] = constant(records) if metric == "accuracy" else None
-    said = [judged(metric, kind, table[kind], table["constant"]) for kind in ablated]
-    return table | {"said": " ".join(said)}
+    for ablation, ablated_records in ablated.items():
+        comparison = compare_with_baseline(records, ablated_records, metric)
+        table[ablation] = summarise_group(ablated_records, metric) | {
+            "drop": comparison["difference"],
+            "drop_ci95": comparison["difference_ci95"],
+        }
+    table["constant"] = most_frequent_answer_accuracy(records) if metric == "accuracy" else None
+    sentences = [reliance_sentence(metric, name, table[name], table["constant"]) for name in ablated]
+    return table | {"said": " ".join(sentences)}
 
 
-def constant(records: Sequence[dict]) -> float:
-    """How often it would be right to give always the most frequent answer of each type: without looking, and without
-    reading more than what kind of answer is wanted. What is called chance."""
+def most_frequent_answer_accuracy(records: Sequence[dict]) -> float:
+    """Return the chance level: the accuracy of always giving the most frequent answer of each answer type, which needs
+    neither the image nor more of the question than the type of its answer."""
     truths = defaultdict(Counter)
     for record in records:
         truths[record["task"], record["answer_type"]][record["ground_truth"]] += 1
     return sum(count.most_common(1)[0][1] for count in truths.values()) / len(records)
 
 
-def judged(metric: str, kind: str, found: Mapping[str, Any], guess: float | None) -> str:
-    """A sentence."""
-    if found["drop_ci95"][0] <= 0:
-        return f"With {IMAGES[kind]} there is no certain fall of the {metric}: no sign that it looks."
-    told = f"With {IMAGES[kind]} the {metric} falls by {found['drop']:.3f}"
-    if guess is None:
-        return f"{told}: so much comes from seeing."
-    if found["accuracy_ci95"][0] <= guess:
-        return f"{told}, to what may be chance: it answers by looking."
-    return f"{told}, but not to chance: some questions it answers without looking."
+def reliance_sentence(metric: str, ablation: str, result: Mapping[str, Any], chance: float | None) -> str:
+    """Return a sentence: what the result of an ablation shows about the model's use of the images."""
+    if result["drop_ci95"][0] <= 0:
+        return (
+            f"With {ABLATIONS[ablation]} the {metric} does not drop significantly: no evidence that the model uses the "
+            "image."
+        )
+    drop = f"With {ABLATIONS[ablation]} the {metric} drops by {result['drop']:.3f}"
+    if chance is None:
+        return f"{drop}: this much depends on the images."
+    if result["accuracy_ci95"][0] <= chance:
+        return f"{drop}, to a level not significantly above chance: the model uses the image."
+    return f"{drop} but stays above chance: some questions can be answered without the image."
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# On the terminal, on which escape codes from data would act
+# The summary on the terminal; escape codes in data are made harmless
 
 
-def with_interval(found: Mapping[str, Any], name: str, form: str = ".3f") -> str:
-    low, high = found[f"{name}_ci95"]
-    return f"{found[name]:{form}} ({low:{form}} to {high:{form}})"
+def with_interval(result: Mapping[str, Any], name: str, form: str = ".3f") -> str:
+    """Return a mean with its interval as text."""
+    low, high = result[f"{name}_ci95"]
+    return f"{result[name]:{form}} ({low:{form}} to {high:{form}})"
 
 
-def lines_of(summary: Mapping[str, Any]) -> list[str]:
-    """The summary, in at most 100 columns where names are not long."""
+def format_summary(summary: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a summary for the terminal; unless names are long, they have at most about 100 columns."""
     metric = summary["metric"]
     lines = [f"{metric} {with_interval(summary, metric)}, 95% interval, n {summary['n']}, truncated "
              f"{summary['truncated']:.3f}"]
     if summary["failed"]:
-        lines.append(f"  {FAILED.format(n=summary['failed'])}")
-    few = {f"pass@{2**i}" for i in range(20)}
-    if several := [name for name in summary if name in few or name.startswith(("avg@", "majority@"))]:
+        lines.append(f"  {FAILED_NOTE.format(n=summary['failed'])}")
+    printed_passes = {f"pass@{2**i}" for i in range(20)}
+    if several := [name for name in summary if name in printed_passes or name.startswith(("avg@", "majority@"))]:
         lines.append("  " + "  ".join(f"{name} {summary[name]:.3f}" for name in several))
     tables = {"rewards": "mean"} | {name: metric for name in summary if name.startswith("by_")}
     for column, name in tables.items():
         lines += [f"{printable(column).replace('_', ' ', 1)}:"] if summary[column] else []
         width = max(map(len, map(printable, summary[column])), default=0)
-        for kind, found in summary[column].items():
-            lines.append(f"  {printable(kind):<{width}}  {with_interval(found, name)}  n {found['n']}")
+        for value, result in summary[column].items():
+            lines.append(f"  {printable(value):<{width}}  {with_interval(result, name)}  n {result['n']}")
     if "task_mean" in summary:
         lines.append(f"mean of {summary['task_mean']['n_tasks']} tasks: {with_interval(summary['task_mean'], metric)}")
     for base in summary.get("baselines", ()):
@@ -262,11 +285,11 @@ def lines_of(summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"  difference {with_interval(base, 'difference', '+.3f')}; {changes}")
     if table := summary.get("reliance"):
         lines.append("visual reliance:")
-        lines.append(f"  {'its own images':<32}  {with_interval(summary, metric)}")
-        for kind, images in IMAGES.items():
-            if found := table.get(kind):
-                drop = with_interval(found, "drop")
-                lines.append(f"  {images:<32}  {with_interval(found, metric)}  drop {drop}")
+        lines.append(f"  {'the original images':<32}  {with_interval(summary, metric)}")
+        for ablation, images in ABLATIONS.items():
+            if result := table.get(ablation):
+                drop = with_interval(result, "drop")
+                lines.append(f"  {images:<32}  {with_interval(result, metric)}  drop {drop}")
         if table["constant"] is not None:
             lines.append(f"  {'chance: the most frequent answer':<32}  {table['constant']:.3f}")
         lines += [f"  {sentence}" for sentence in table["said"].replace(". ", ".\n").splitlines()]

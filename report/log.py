@@ -1,5 +1,5 @@
-"""What a run tells: run.json, metrics.jsonl, report.html, curves.png and more in its directory, and to trackers; a line
-a step, and warnings."""
+"""The log of a run: run.json, metrics.jsonl, report.html, curves.png and more in the run directory, one line per step
+and warnings on the terminal, and trackers."""
 
 import importlib.util
 import json
@@ -20,38 +20,38 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from errors import UserError, plug_in, writing
+from errors import UserError, plug_in, report_write_errors
 from grpo import ADVANTAGES, PRESETS, Algorithm
 from prepare_data import Example
-from report.files import json_line, read_rows, write_records, write_rows, write_text
-from report.line import head_line, speeds, step_line
-from report.records import choose
-from report.samples import gather_samples, show
+from report.records import select_records
+from report.run_files import json_line, read_rows, write_records, write_rows, write_text
+from report.run_warnings import RunWarnings
+from report.samples import format_sample_lines, gather_samples
 from report.summary import run_summary
-from report.warnings import Warnings
-from report.writer import Shown, Writer, find_drawing
-from rollout import StartOf
+from report.terminal import header_line, step_line, throughput_metrics
+from report.writer import ReportPage, Writer, find_drawing
+from rollout import ResetFn
 from settings import typed
-from utils import Context, Meter, print0
+from utils import DistContext, Meter, print0
 
-HEAD_EVERY = 20  # steps between lines that name the columns
-SAMPLE_EVERY = 10  # steps between printed and stored rollouts
-MAX_SKIPPED = 10  # updates in a row, after which a run ends
+HEADER_EVERY = 20  # steps between header lines of the step table
+LOG_SAMPLES_EVERY = 10  # steps between printed and stored rollouts
+MAX_SKIPPED = 10  # skipped updates in a row after which the run stops
 
 
-def git(command: str) -> str:
-    """What git says of this code; nothing where there is no repository, or no git."""
+def run_git(command: str) -> str:
+    """Return the output of a git command in the code's folder; "" if that is not a repository or git is missing."""
     folder = Path(__file__).parent
     return subprocess.run(f"git {command}", shell=True, cwd=folder, capture_output=True, text=True).stdout.strip()
 
 
-def describe_run(cfg: Any, ctx: Context) -> dict:
-    """Return what it takes to run it again."""
+def describe_run(cfg: Any, ctx: DistContext) -> dict:
+    """Return the contents of run.json: what is needed to repeat the run."""
     cpu = f"{platform.machine()}, {os.cpu_count()} cores"
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "args": cfg.flat(),
-        "git": (git("rev-parse HEAD") or "unknown") + ("-dirty" if git("status --porcelain") else ""),
+        "args": cfg.to_flags(),
+        "git": (run_git("rev-parse HEAD") or "unknown") + ("-dirty" if run_git("status --porcelain") else ""),
         "versions": {m.__name__: m.__version__ for m in (torch, transformers)} | {"python": platform.python_version()},
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "world": ctx.world,
@@ -59,151 +59,152 @@ def describe_run(cfg: Any, ctx: Context) -> dict:
 
 
 class RunLog:
-    """run.json, metrics.jsonl, samples, curves, a page, trackers and the terminal. Only rank 0 writes."""
+    """Writes run.json, metrics.jsonl, samples, curves and the report, and logs to trackers and the terminal. Only rank
+    0 writes."""
 
-    def __init__(self, cfg: Any, ctx: Context, checkpoint: Path | None, start: int):
+    def __init__(self, cfg: Any, ctx: DistContext, checkpoint: Path | None, start: int):
         self.out = Path(cfg.run.out)
         self.path = self.out / "metrics.jsonl"
         self.cfg = cfg
         self.ctx = ctx
-        self.checkpoint = checkpoint  # that the run goes on from, after the step `start`
+        self.checkpoint = checkpoint  # the checkpoint from which the run resumes, saved after step `start`
         self.start = start
-        self.shown: Shown | None = None
-        self.undrawn = True  # are there rows that report.html and curves.png do not have?
+        self.page_content: ReportPage | None = None
+        self.outdated = True  # are there rows that report.html and curves.png do not show yet?
         self.writer = Writer()
-        self.reporting = 0.0  # seconds that this process spent on reports since the last row
-        if not ctx.main:
+        self.report_seconds = 0.0  # spent on reports by this process since the last row
+        if not ctx.is_main:
             return
-        self.described = describe_run(cfg, ctx)
+        self.run_info = describe_run(cfg, ctx)
         if start == 0:
             self._write_run_json()
-        # A run that was cut off may have logged steps after its newest checkpoint; they are about to happen again.
+        # An interrupted run may have logged steps after its newest checkpoint; these steps are repeated.
         rows = [row for row in read_rows(self.path) if start and row["step"] <= start]
         write_rows(self.path, rows)
-        (self.out / "summary.json").unlink(missing_ok=True)  # of before it went on
-        self.warnings = Warnings(self.out, ADVANTAGES[cfg.algo.adv].grouped)
+        (self.out / "summary.json").unlink(missing_ok=True)  # it describes the run before the resume
+        self.warnings = RunWarnings(self.out, ADVANTAGES[cfg.algo.adv].grouped)
         for row in rows:
-            self.warnings.feed(row)
+            self.warnings.update(row)
         self.page = find_drawing("page")
         if self.page and not importlib.util.find_spec("matplotlib"):
-            tqdm.write("no curves are drawn: matplotlib is not installed (pip install matplotlib)")
+            tqdm.write("matplotlib is not installed, so no curves are drawn; pip install matplotlib")
         self.trackers = None
-        if cfg.run.track:
-            trackers = plug_in("report.page.trackers", "--track")
-            self.trackers = trackers.Trackers(cfg.run.track, self.out, self.described, start)
+        if cfg.run.report_to:
+            trackers = plug_in("report.page.trackers", "--report-to")
+            self.trackers = trackers.Trackers(cfg.run.report_to, self.out, self.run_info, start)
         self.bar = tqdm(total=cfg.run.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
-        self.began = self.step_began = time.perf_counter()
+        self.started = self.step_started = time.perf_counter()
 
-    def introduce(self, models: Any, n_examples: int, changed: Sequence[str]) -> None:
-        """What is about to run, and which settings are others than they were before."""
+    def log_header(self, models: Any, n_examples: int, changed: Sequence[str]) -> None:
+        """Print the model, the batch sizes, the algorithm and, for a resumed run, the `changed` settings."""
         model, algo, per_step = self.cfg.model, self.cfg.algo, self.cfg.rollout.prompts_per_step
         total = sum(p.numel() for p in models.policy.parameters()) / 1e6
         trained = sum(p.numel() for p in models.policy.parameters() if p.requires_grad) / 1e6
         print0(
-            f"{model.model}: {total:.2f} M parameters, {trained:.2f} M trained, {models.dtype} on {self.ctx.world} x "
+            f"{model.model}: {total:.2f} M parameters, {trained:.2f} M trainable, {models.dtype} on {self.ctx.world} x "
             f"{self.ctx.device.type}, attention {model.attn}, kernel {model.kernel}, rollouts by "
-            f"{self.cfg.rollout.rollout}\n{per_step} prompts x {algo.group_size} samples a step, "
-            f"{n_examples // per_step} steps an epoch ({n_examples % per_step} examples left over in each), "
-            f"{algo.epochs * algo.minibatches} update(s) a step\n{describe(algo)}"
+            f"{self.cfg.rollout.rollout}\n{per_step} prompts x {algo.group_size} samples per step, "
+            f"{n_examples // per_step} steps per epoch ({n_examples % per_step} examples left over in each), "
+            f"{algo.update_epochs * algo.minibatches} update(s) per step\n{describe_algorithm(algo)}"
         )
         if self.checkpoint:
             print0(f"resumed from {self.checkpoint} after step {self.start}")
         elif self.cfg.run.resume == "auto":
             print0(f"no checkpoint in {self.out}: starting from --model")
         for change in changed:
-            print0(f"changed since: {change}")
+            print0(f"changed setting: {change}")
 
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Of an evaluation before the first step, or one that the run was interrupted in: part of that step's row."""
-        if self.ctx.main and metrics:
+    def log_extra_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Add an evaluation before the first step, or one repeated after an interruption, to the row of its step."""
+        if self.ctx.is_main and metrics:
             rows = read_rows(self.path)
             if rows and rows[-1]["step"] == step:
-                whole = rows[-1].get("time/step", 0.0) + metrics.get("time/eval", 0.0)
-                write_rows(self.path, [*rows[:-1], rows[-1] | metrics | {"time/step": whole}])
+                seconds = rows[-1].get("time/step", 0.0) + metrics.get("time/eval", 0.0)
+                write_rows(self.path, [*rows[:-1], rows[-1] | metrics | {"time/step": seconds}])
                 if self.trackers:
                     self.trackers.log(step, metrics)
             else:
                 self._write(step, metrics)
-            self._draw()
-            self.began = self.step_began = time.perf_counter()
-            self.bar.start_t, self.reporting = time.time(), 0.0
+            self._write_report()
+            self.started = self.step_started = time.perf_counter()
+            self.bar.start_t, self.report_seconds = time.time(), 0.0
 
-    def evaluated(
-        self, step: int, records: Sequence[dict], summary: dict, examples: Sequence[Example], start_of: StartOf
+    def save_evaluation(
+        self, step: int, records: Sequence[dict], summary: dict, examples: Sequence[Example], reset_fn: ResetFn
     ) -> None:
-        """OUT/eval/step_*.jsonl has all records of an evaluation, the page those that it has room for."""
+        """Write the summary and all records of an evaluation to OUT/eval, and set the content of the next report."""
         path = self.out / "eval" / f"step_{step:06d}.json"
         write_text(path, json.dumps(summary, indent=2) + "\n")
         write_records(path.with_suffix(".jsonl"), records)
-        uids = {record["uid"] for record in choose(records, summary)}
-        by_uid = {example.uid: start_of(example) for example in examples if example.uid in uids}
-        self.shown = Shown(f"{self.out.name}: evaluation at step {step}", records, by_uid, summary=summary)
+        uids = {record["uid"] for record in select_records(records, summary)}
+        by_uid = {example.uid: reset_fn(example) for example in examples if example.uid in uids}
+        self.page_content = ReportPage(f"{self.out.name}: evaluation at step {step}", records, by_uid, summary=summary)
 
     def report(self, step: int, batch: Any, metrics: dict[str, float]) -> None:
-        """Show samples and draw curves after a step that is saved, on all ranks at once. A failure is a warning."""
-        began = time.perf_counter()
-        if step % SAMPLE_EVERY == 0 or step in (self.start + 1, self.cfg.run.steps):
+        """Print and store samples and draw curves once a step is saved; collective. A failure is only a warning."""
+        started = time.perf_counter()
+        if step % LOG_SAMPLES_EVERY == 0 or step in (self.start + 1, self.cfg.run.steps):
             records, examples = gather_samples(batch, self.ctx)
-            if self.ctx.main:
+            if self.ctx.is_main:
                 self.writer.attempt(partial(self._show_samples, step, records, examples, metrics))
-        if self.ctx.main and "eval/n" in metrics:
-            self._draw()
-        self.reporting += time.perf_counter() - began
+        if self.ctx.is_main and "eval/n" in metrics:
+            self._write_report()
+        self.report_seconds += time.perf_counter() - started
 
     def _show_samples(self, step: int, records: list[dict], examples: dict, metrics: dict[str, float]) -> None:
-        tqdm.write("\n".join(show(records, examples)))
+        tqdm.write("\n".join(format_sample_lines(records, examples)))
         stem = self.out / "rollouts" / f"step_{step:06d}"
         write_records(stem.with_suffix(".jsonl"), records)
-        shown = Shown(f"{self.out.name}: rollouts of step {step}", records, examples, facts=metrics)
+        content = ReportPage(f"{self.out.name}: rollouts of step {step}", records, examples, facts=metrics)
         if self.page:
-            self.writer.write(self.page.write_pages, stem.with_suffix(".html"), shown)
+            self.writer.write(self.page.write_pages, stem.with_suffix(".html"), content)
         if self.trackers:
             self.trackers.samples(step, records, examples)
         if not self.cfg.data.eval_data:
-            self.shown = shown
+            self.page_content = content
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """A row, a line on the terminal, and warnings."""
-        if not self.ctx.main:
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the row of a step, and print its line and any warnings."""
+        if not self.ctx.is_main:
             return
         now = time.perf_counter()
-        metrics = metrics | {"time/step": now - self.step_began}
-        metrics |= {"time/report": self.reporting} if self.reporting else {}
-        self.step_began, self.reporting = now, 0.0
+        metrics = metrics | {"time/step": now - self.step_started}
+        metrics |= {"time/report": self.report_seconds} if self.report_seconds else {}
+        self.step_started, self.report_seconds = now, 0.0
         device = torch.cuda.get_device_name() if self.ctx.device.type == "cuda" else None
-        metrics |= speeds(metrics, self.ctx.world, device)
+        metrics |= throughput_metrics(metrics, self.ctx.world, device)
         if self.start and step == self.start + 1:
             self._write_run_json()
         self._write(step, metrics)
-        eta = (now - self.began) / (step - self.start) * (self.cfg.run.steps - step)
-        if (step - self.start - 1) % HEAD_EVERY == 0:
-            tqdm.write(head_line(self.cfg.run.steps, metrics))
+        eta = (now - self.started) / (step - self.start) * (self.cfg.run.steps - step)
+        if (step - self.start - 1) % HEADER_EVERY == 0:
+            tqdm.write(header_line(self.cfg.run.steps, metrics))
         self.bar.update()
-        for line in (step_line(step, self.cfg.run.steps, metrics, eta), *self.warnings.feed(metrics)):
+        for line in (step_line(step, self.cfg.run.steps, metrics, eta), *self.warnings.update(metrics)):
             tqdm.write(line)
 
     def _write_run_json(self) -> None:
-        """A run that goes on has its settings there once they have made a step: a start that fails leaves those before
-        it."""
-        write_text(self.out / "run.json", json.dumps(self.described, indent=2) + "\n")
+        """Write run.json. A resumed run does so only after its first step, so that a failed start leaves the old
+        settings there."""
+        write_text(self.out / "run.json", json.dumps(self.run_info, indent=2) + "\n")
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
-        with writing(self.path, "--out"), open(self.path, "a") as f:
+        with report_write_errors(self.path, "--out"), open(self.path, "a") as f:
             f.write(json_line({"step": step, **metrics}))
-        self.undrawn = True
+        self.outdated = True
         if self.trackers:
             self.trackers.log(step, metrics)
 
-    def _draw(self) -> None:
+    def _write_report(self) -> None:
         """Draw report.html and curves.png again, if there are new rows."""
-        if self.page and self.undrawn:
-            self.undrawn = False
-            self.writer.write(self.page.write_report, self.out, self.shown)
+        if self.page and self.outdated:
+            self.outdated = False
+            self.writer.write(self.page.write_run_page, self.out, self.page_content)
 
-    def end(self) -> None:
-        """Also of a run that was asked to end before its last step."""
-        if self.ctx.main:
-            self._draw()
+    def finish(self) -> None:
+        """Write the report and summary.json and close the trackers, also if the run stops before its last step."""
+        if self.ctx.is_main:
+            self._write_report()
             if self.trackers:
                 self.trackers.close()
             self.summary = run_summary(self.out, read_rows(self.path))
@@ -211,76 +212,83 @@ class RunLog:
             self.writer.finish([*self.writer.running])
 
     def close(self) -> None:
-        if not self.ctx.main:
+        """Finish a run that has made its last step, and print its result."""
+        if not self.ctx.is_main:
             return
         self.bar.close()
-        self.end()
-        told = f"done: {self.cfg.run.steps} steps, newest checkpoint in {self.out / 'checkpoints'}"
+        self.finish()
+        message = f"done: {self.cfg.run.steps} steps, newest checkpoint in {self.out / 'checkpoints'}"
         if best := self.summary.get("best"):
-            kept = Path(best["checkpoint"]).name if best["checkpoint"] else "no checkpoint of it"
-            told += f"; best evaluation {next(iter(best.values())):.3f} at step {best['step']} ({kept})"
+            kept = Path(best["checkpoint"]).name if best["checkpoint"] else "its checkpoint was not kept"
+            message += f"; best evaluation {next(iter(best.values())):.3f} at step {best['step']} ({kept})"
         if self.start >= self.cfg.run.steps:
-            told = f"nothing to do: {self.checkpoint} is of step {self.start}, and --steps is {self.cfg.run.steps}"
-        print(told)
+            message = (
+                f"nothing to do: {self.checkpoint} is from step {self.start} and --steps is {self.cfg.run.steps}; "
+                "raise --steps to continue"
+            )
+        print(message)
 
 
-class Skipped:
-    """Updates left out because a gradient was not finite: told once a step, kept with the uids of their batch in
-    OUT/skipped, and after MAX_SKIPPED in a row the end of the run. One without any gradient is neither good nor bad."""
+class SkippedUpdates:
+    """Updates skipped because a gradient was not finite. They are reported once per step and stored in OUT/skipped with
+    the uids of their batch; MAX_SKIPPED in a row stop the run. An update without any gradient counts neither as skipped
+    nor as successful."""
 
-    def __init__(self, out: Path, ctx: Context):
+    def __init__(self, out: Path, ctx: DistContext):
         self.out = out / "skipped"
         self.ctx = ctx
         self.in_a_row = 0
-        self.of_step: list[dict] = []
+        self.this_step: list[dict] = []
 
     def after_update(self, norm: float, stepped: bool, loss: float, uids: list[str], meter: Meter) -> None:
-        """`norm` is the gradient's, the same on all ranks; loss and uids are this rank's part of the minibatch."""
-        meter.count("update/steps", stepped)
-        meter.count("update/empty", math.isfinite(norm) and not stepped)
+        """Count an update. `norm` is the gradient norm, the same on all ranks; `loss` and `uids` are from this rank's
+        part of the minibatch."""
+        meter.count_replicated("update/steps", stepped)
+        meter.count_replicated("update/empty", math.isfinite(norm) and not stepped)
         if stepped:
             self.in_a_row = 0
         self.after_critic_update(norm, loss, uids, meter)
 
     def after_critic_update(self, norm: float, loss: float, uids: list[str], meter: Meter) -> None:
-        """The same for a separate critic, whose updates are not counted but where one is left out."""
-        meter.count("update/skipped", not math.isfinite(norm))
+        """Count an update of a separate critic if it was skipped; others are not counted."""
+        meter.count_replicated("update/skipped", not math.isfinite(norm))
         if not math.isfinite(norm):
             self.in_a_row += 1
-            self.of_step.append({"loss": loss, "norm": norm, "uids": uids})
+            self.this_step.append({"loss": loss, "norm": norm, "uids": uids})
 
     def report(self, step: int, save: Callable[[], Path | None]) -> None:
-        """On all ranks at once, as all of them skip the same updates; or the end of a run that does nothing else."""
-        mine, self.of_step = self.of_step, []
-        updates = []  # as JSON has them, which knows no NaN
-        ranks = self.ctx.gather_main([mine]) if mine else []
-        for of_ranks in zip(*ranks, strict=True):
-            loss = sum(part["loss"] for part in of_ranks)
-            uids = chain.from_iterable(part["uids"] for part in of_ranks)
-            updates.append({"loss": str(loss), "grad_norm": str(of_ranks[0]["norm"]), "uids": sorted(set(uids))})
+        """Report the skipped updates of a step; collective, as all ranks skip the same updates. After MAX_SKIPPED in a
+        row, call `save` and raise UserError."""
+        local, self.this_step = self.this_step, []
+        updates = []  # numbers are text, as JSON has no NaN
+        ranks = self.ctx.gather_to_main([local]) if local else []
+        for parts in zip(*ranks, strict=True):
+            loss = sum(part["loss"] for part in parts)
+            uids = chain.from_iterable(part["uids"] for part in parts)
+            updates.append({"loss": str(loss), "grad_norm": str(parts[0]["norm"]), "uids": sorted(set(uids))})
         if updates:
             path, last = self.out / f"step_{step:06d}.json", updates[-1]
             write_text(path, json.dumps({"step": step, "in_a_row": self.in_a_row, "updates": updates}, indent=2) + "\n")
             tqdm.write(
                 f"warning: step {step} skipped {len(updates)} update(s), {self.in_a_row} in a row (the run ends at "
-                f"{MAX_SKIPPED}): loss {last['loss']}, gradient norm {last['grad_norm']}; the prompts are in {path}"
+                f"{MAX_SKIPPED}): loss {last['loss']}, gradient norm {last['grad_norm']}; prompts are listed in {path}"
             )
         if self.in_a_row >= MAX_SKIPPED:
             raise UserError(
-                f"{self.in_a_row} updates in a row were not finite; their prompts are in {self.out}. The newest "
-                f"checkpoint is {save()}: lower --lr or mend the reward, then --resume auto"
+                f"{self.in_a_row} updates in a row had a non-finite loss or gradient; their prompts are in {self.out}. "
+                f"The newest checkpoint is {save()}; lower --lr or fix the reward, then continue with --resume auto"
             )
 
 
-def describe(algo: Algorithm) -> str:
-    """The preset, with what was given against it."""
+def describe_algorithm(algo: Algorithm) -> str:
+    """Return a line with the preset and the settings that differ from it."""
     preset = Algorithm(algo=algo.algo, **PRESETS[algo.algo])
-    named, other = [], []
+    preset_flags, changed_flags = [], []
     for f in fields(algo):
-        given, usual = getattr(algo, f.name), getattr(preset, f.name)
+        value, preset_value = getattr(algo, f.name), getattr(preset, f.name)
         if f.name in PRESETS[algo.algo]:
-            named.append(typed(f, usual))
-        if given != usual:
-            other.append(f"{typed(f, given)} instead of {usual}")
-    told = f"algorithm {algo.algo}: {', '.join(named) or 'the defaults'}"
-    return f"{told}; but {', '.join(other)}" if other else told
+            preset_flags.append(typed(f, preset_value))
+        if value != preset_value:
+            changed_flags.append(f"{typed(f, value)} instead of {preset_value}")
+    text = f"algorithm {algo.algo}: {', '.join(preset_flags) or 'default settings'}"
+    return f"{text}; changed: {', '.join(changed_flags)}" if changed_flags else text

@@ -1,4 +1,4 @@
-"""What is measured in a step; what each metric means is in docs/metrics.md."""
+"""Metrics of a training step; docs/metrics.md explains each of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,123 +7,128 @@ from itertools import chain
 import torch
 
 import grpo
-from packing import FlopRates, TokenBatch, rollouts_flops
+from packing import FlopCosts, TokenBatch, rollouts_flops
 from reward import task_name
-from rollout import ENDS, GroupPool, Rollout
-from utils import Context, Meter
+from rollout import EPISODE_END_REASONS, GroupPool, Rollout
+from utils import DistContext, Meter
 
 GRADER_STATS = ("unreadable", "refused", "cas_timeout", "cas_budget")
-FAILED = ("reward/errors", "reward/timeouts")
+FAILURE_COUNTERS = ("reward/errors", "reward/timeouts")
 
 
 def rollout_metrics(pool: GroupPool, counts: Mapping[str, float]) -> dict[str, float]:
-    """Return means over all processes and batches of rewards, lengths, and groups without a signal; and sums of a
-    Grader's counts."""
+    """Return means of rewards, lengths and the fraction of groups without a signal, over all processes and batches, and
+    sums of a Grader's counts."""
     meter = Meter()
     for group in pool.groups.values():
-        meter.add("reward/constant_groups", len({r.reward for r in group if r.rewards}) <= 1)
+        meter.add_mean("reward/zero_std_frac", len({r.reward for r in group if r.rewards}) <= 1)
     for r in chain.from_iterable(pool.groups.values()):
         n_tokens = sum(r.response_mask)
         meter.sum("rollout/responses", 1)
-        meter.add("response/tokens", n_tokens)
-        meter.add("response/truncated", r.finish_reason == "length")
+        meter.add_mean("response/tokens", n_tokens)
+        meter.add_mean("response/truncated", r.finish_reason == "length")
         meter.sum("rollout/tokens", n_tokens)
-        measure_episode(r, meter)
+        add_episode_metrics(r, meter)
         example = r.prompt.example
-        task, kind = task_name(example.data_source), example.extra.get("answer_type")
-        if not r.rewards:  # they failed
+        task, answer_type = task_name(example.data_source), example.extra.get("answer_type")
+        if not r.rewards:  # the reward failed
             continue
         for name, value in r.rewards.items():  # tasks have different rewards: a mean is over the samples that have it
-            meter.add(f"reward/{name}", value)
-            meter.add(f"reward/{task}/{name}", value)
-        if kind is not None:
-            meter.add(f"reward/{task}/type={kind}", r.accuracy)
-        meter.add(f"reward/images={len(r.prompt.images) + len(r.images)}", r.accuracy)
-    for why in GRADER_STATS:  # why answers were wrong without being compared
-        meter.sum(f"grader/{why}", counts.get(why, 0))
-    for name in {*FAILED, *(name for name in counts if "/" in name)}:
+            meter.add_mean(f"reward/{name}", value)
+            meter.add_mean(f"reward/{task}/{name}", value)
+        if answer_type is not None:
+            meter.add_mean(f"accuracy/{task}/type={answer_type}", r.accuracy)
+        meter.add_mean(f"accuracy/images={len(r.prompt.images) + len(r.images)}", r.accuracy)
+    for reason in GRADER_STATS:  # reasons why answers count as wrong without a comparison
+        meter.sum(f"grader/{reason}", counts.get(reason, 0))
+    for name in {*FAILURE_COUNTERS, *(name for name in counts if "/" in name)}:
         meter.sum(name, counts.get(name, 0))
-    metrics = meter.reduce(replace(pool.ctx, tp=1))  # also where some train together, each process samples for itself
-    if "reward/reward" in metrics:  # else all rewards failed
+    metrics = meter.reduce(replace(pool.ctx, tp=1))  # even in a tensor-parallel group each process samples for itself
+    if "reward/reward" in metrics:  # it is missing if all rewards failed
         metrics["reward/mean"] = metrics.pop("reward/reward")
-    return metrics | (sampling_metrics(pool) if pool.algo.sample_rounds > 1 else {})
+    return metrics | (sampling_metrics(pool) if pool.algo.max_gen_batches > 1 else {})
 
 
-def measure_episode(r: Rollout, meter: Meter) -> None:
+def add_episode_metrics(r: Rollout, meter: Meter) -> None:
+    """Add the metrics of a rollout if it is an episode."""
     if not r.is_episode:
         return
-    for why in ENDS:
-        meter.add(f"episode/ended_by/{why}", r.ended_by == why)
-    meter.sum("episode/errors", r.failure == "errors")
-    meter.sum("episode/timeouts", r.failure == "timeouts")
+    for reason in EPISODE_END_REASONS:
+        meter.add_mean(f"episode/ended_by/{reason}", r.ended_by == reason)
+    meter.sum("episode/errors", r.env_failure == "errors")
+    meter.sum("episode/timeouts", r.env_failure == "timeouts")
     if r.ended_by == "error":
         return
-    meter.add("episode/turns", r.turns)
-    meter.add("episode/images", len(r.images))
-    meter.add("episode/observed_tokens", len(r.response) - sum(r.response_mask))
-    meter.sum("episode/separate_turns", len(r.separate))
+    meter.add_mean("episode/turns", r.n_turns)
+    meter.add_mean("episode/images", len(r.images))
+    meter.add_mean("episode/observed_tokens", len(r.response) - sum(r.response_mask))
+    meter.sum("episode/separate_turns", len(r.separate_turns))
 
 
 def sampling_metrics(pool: GroupPool) -> dict[str, float]:
-    """Rounds; groups left out for equal rewards, or as more than needed; and ones kept for want of better."""
-    chosen = pool.chosen()
+    """Return the number of batches drawn (`batches`), of groups left out because their rewards are equal or because
+    enough others were found, and of groups with equal rewards that are kept because too few others were found."""
+    chosen = pool.select_groups()
     filled = sum(not pool.has_signal[key] for key in chosen)
     equal = sum(not signal for signal in pool.has_signal.values())
     surplus = len(pool.has_signal) - equal - (len(chosen) - filled)
-    counts = {"rounds": pool.round, "equal": equal - filled, "surplus": surplus, "filled": filled}
+    counts = {"batches": pool.batches_used, "equal": equal - filled, "surplus": surplus, "filled": filled}
     return {f"sampling/{name}": float(n) for name, n in counts.items()}
 
 
-def update_flops(rollouts: Sequence[Rollout], rates: FlopRates, frozen: bool) -> float:
-    """Of one pass over them, each prompt once: a forward, and two for the backward; without the products for gradients
-    of weights where these are `frozen` (adapters). Nothing that recomputation or padding adds."""
+def update_flops(rollouts: Sequence[Rollout], costs: FlopCosts, frozen: bool) -> float:
+    """Return the FLOPs of one pass over the rollouts: one forward and a backward of twice its cost, each prompt counted
+    once. With `frozen` weights (LoRA) the products for their gradients are left out. Recomputation and padding are not
+    counted."""
     groups: dict[str, list[Rollout]] = {}
     for r in rollouts:
         groups.setdefault(r.prompt.uid, []).append(r)
-    share = 2 / 3 if frozen else 1.0
-    rates = rates._replace(token=share * rates.token, trained_token=share * rates.trained_token)
-    return 3 * sum(rollouts_flops(group, rates) for group in groups.values() if any(map(has_tokens, group)))
+    factor = 2 / 3 if frozen else 1.0
+    costs = costs._replace(token=factor * costs.token, trained_token=factor * costs.trained_token)
+    return 3 * sum(rollouts_flops(group, costs) for group in groups.values() if any(map(has_trained_tokens, group)))
 
 
-def has_tokens(r: Rollout) -> bool:
+def has_trained_tokens(r: Rollout) -> bool:
+    """Return whether the policy sampled any token of the rollout."""
     return any(r.response_mask)
 
 
-def measure_values(tokens: TokenBatch, ctx: Context, meter: Meter) -> None:
-    """Of the critic, before the update: the mean, and which share of the returns' variance it explains."""
+def add_value_metrics(tokens: TokenBatch, ctx: DistContext, meter: Meter) -> None:
+    """Add the mean of the critic's values before the update, and the fraction of the returns' variance that they
+    explain; collective."""
     returns_N = tokens.returns.double()
     values_N = tokens.values.double()
-    spread, error = ctx.moments(returns_N)[1], ctx.moments(returns_N - values_N)[1]
-    mean = ctx.moments(values_N)[0]
+    std, error = ctx.mean_and_std(returns_N)[1], ctx.mean_and_std(returns_N - values_N)[1]
+    mean = ctx.mean_and_std(values_N)[0]
     if ctx.sum({"n": float(len(values_N))})["n"]:
-        meter.set("value/mean", mean)
-    if spread > 0:
-        meter.set("value/explained_variance", 1 - (error / spread) ** 2)
+        meter.set_replicated("value/mean", mean)
+    if std > 0:
+        meter.set_replicated("value/explained_variance", 1 - (error / std) ** 2)
 
 
 @torch.no_grad()
-def measure_tokens(tokens: TokenBatch, loss: grpo.PolicyLoss, meter: Meter, first_pass: bool) -> None:
-    """Measure those of a minibatch's tokens that are trained on. Rollouts are whole, as the loss may couple their
-    tokens."""
+def add_token_metrics(tokens: TokenBatch, loss: grpo.PolicyLoss, meter: Meter, first_pass: bool) -> None:
+    """Add metrics of a minibatch's trained tokens (weight above 0). `tokens` holds whole rollouts, because the loss may
+    couple the tokens of a rollout."""
     algo, tokens = loss.algo, tokens[tokens.weights > 0]
     indicators = loss(tokens.logps, tokens.entropies, tokens)[1]
     means = {"policy/entropy": tokens.entropies}
-    means |= {"policy/clipped": indicators["clipped"], "policy/kl_old": indicators["kl"]}
+    means |= {"policy/clip_frac": indicators["clipped"], "policy/approx_kl": indicators["kl"]}
     if algo.needs_reference:
         means["policy/kl_ref"] = grpo.kl(tokens.logps, tokens.ref_logps, "k3")
     if algo.tis_cap is not None:
         means["rollout/tis_capped"] = indicators["capped"]
     for name, values_N in means.items():
-        meter.add(name, values_N.sum(), len(tokens))
-    if algo.tis_mask is not None:
-        meter.sum("rollout/tis_masked", len(tokens.rollout[~indicators["kept"]].unique()))
+        meter.add_mean(name, values_N.sum(), len(tokens))
+    if algo.ratio_mask is not None:
+        meter.sum("rollout/ratio_masked", len(tokens.rollout[~indicators["kept"]].unique()))
     if not first_pass:
         return
-    # How far the trainer's log-probabilities are from the engine's, on the tokens that the engine sampled
+    # compare the log-probabilities of trainer and engine on the tokens that the engine sampled
     gap_N = (tokens.old_logps if algo.needs_old_logps else tokens.logps) - tokens.rollout_logps
-    kinds = {"": slice(None)} | {f"/images={n:g}": tokens.n_images == n for n in tokens.n_images.unique().tolist()}
-    for kind, chosen in kinds.items():
-        gap = gap_N[chosen]
+    subsets = {"": slice(None)} | {f"/images={n:g}": tokens.n_images == n for n in tokens.n_images.unique().tolist()}
+    for suffix, rows in subsets.items():
+        gap = gap_N[rows]
         if len(gap):
-            meter.add(f"rollout/kl{kind}", (gap.exp() - 1 - gap).sum(), len(gap))  # k3
-            meter.max(f"rollout/max_abs_dlogp{kind}", gap.abs().max())
+            meter.add_mean(f"mismatch/kl{suffix}", (gap.exp() - 1 - gap).sum(), len(gap))  # k3
+            meter.max(f"mismatch/max_abs_logprob_diff{suffix}", gap.abs().max())

@@ -1,4 +1,4 @@
-"""How far a long part of a step is: on a terminal a bar under the step's own, elsewhere a line a minute."""
+"""Progress of long phases of a step: on a terminal a bar below the bar of steps, elsewhere one line per minute."""
 
 import sys
 import threading
@@ -10,74 +10,75 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from tqdm import tqdm
 
-REFRESH_SECONDS = 0.5  # of a bar; what is shorter shows none
-LINE_EVERY_SECONDS = 60.0  # where there is no terminal
-T = TypeVar("T")
+REFRESH_SECONDS = 0.5  # between updates of a bar; shorter phases show none
+LINE_EVERY_SECONDS = 60.0  # without a terminal
+ItemT = TypeVar("ItemT")
 
 
 class Progress:
-    """`with Progress("responses", 80) as progress:` and in it `progress.add()`; or `count` returns how far it is, and
-    `tokens` how many tokens that are. A thread of rank 0 shows it, so that it also moves (and tells the time) where the
-    main thread waits."""
+    """Progress of a phase: `with Progress("responses", 80) as progress:`, then `progress.add()` for each item. Instead
+    of calling `add`, pass `count`, which returns the number of items done; `tokens` returns the number of tokens so
+    far. A thread of rank 0 prints it, so that bar and clock also move while the main thread waits."""
 
     def __init__(
-        self, what: str, total: int, count: Callable[[], float] | None = None, tokens: Callable[[], int] = lambda: 0
+        self, label: str, total: int, count: Callable[[], float] | None = None, tokens: Callable[[], int] = lambda: 0
     ):
-        self.what = what
+        self.label = label
         self.total = total
         self.done = 0
         self.count = count or (lambda: self.done)
         self.tokens = tokens
-        self.over = threading.Event()
+        self.finished = threading.Event()
         self.thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
     def add(self) -> None:
+        """Count one more item as done."""
         self.done += 1
 
     def __enter__(self) -> "Progress":
-        self.began = time.time()
+        self.started = time.time()
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.over.set()
+        self.finished.set()
         if self.thread.is_alive():
             self.thread.join()
 
     def _show(self) -> None:
         terminal, bar = sys.stderr.isatty(), None
-        while not self.over.wait(REFRESH_SECONDS if terminal else LINE_EVERY_SECONDS):
+        while not self.finished.wait(REFRESH_SECONDS if terminal else LINE_EVERY_SECONDS):
             done, tokens = min(self.count(), self.total), self.tokens()
-            said = f", {tokens:,} tokens" if tokens else ""
+            suffix = f", {tokens:,} tokens" if tokens else ""
             if not terminal:
-                seconds = tqdm.format_interval(time.time() - self.began)
-                tqdm.write(f"  {self.what}: {done:,.0f} of {self.total:,}{said} after {seconds}")
+                seconds = tqdm.format_interval(time.time() - self.started)
+                tqdm.write(f"  {self.label}: {done:,.0f} of {self.total:,}{suffix} after {seconds}")
                 continue
-            shape = "{desc} {n:.0f}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+            layout = "{desc} {n:.0f}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
             if bar is None:
-                bar = tqdm(total=self.total, desc=f"  {self.what}", leave=False, dynamic_ncols=True, bar_format=shape)
-            bar.start_t, bar.n = self.began, done
-            bar.set_postfix_str(said.removeprefix(", "))
+                bar = tqdm(total=self.total, desc=f"  {self.label}", leave=False, dynamic_ncols=True, bar_format=layout)
+            bar.start_t, bar.n = self.started, done
+            bar.set_postfix_str(suffix.removeprefix(", "))
         if bar is not None:
             bar.close()
 
 
-def following(items: Sequence[T], what: str) -> Iterator[T]:
-    """The items, with their progress shown."""
-    with Progress(what, len(items)) as progress:
+def iter_with_progress(items: Sequence[ItemT], label: str) -> Iterator[ItemT]:
+    """Yield the items and show the progress."""
+    with Progress(label, len(items)) as progress:
         for item in items:
             yield item
             progress.add()
 
 
-def sampling(counter: Callable[[], Any], total: int, what: str = "responses") -> Progress:
-    """Return the progress of sampling: finished rollouts and their tokens, as a rollout.RolloutCounter has them."""
-    return Progress(what, total, lambda: counter().rollouts, lambda: counter().tokens)
+def sampling(counter: Callable[[], Any], total: int, label: str = "responses") -> Progress:
+    """Return the progress of sampling: finished rollouts and their tokens, from a rollout.RolloutCounter."""
+    return Progress(label, total, lambda: counter().rollouts, lambda: counter().tokens)
 
 
-def comparing(batch: Any) -> Progress:
-    """Of the log-probabilities and values before an update: tokens of a packing.Batch that have theirs."""
+def logprob_progress(batch: Any) -> Progress:
+    """Return the progress of the log-probabilities and values before an update, in tokens of a packing.TrainBatch."""
     tokens = batch.tokens
 
     def count() -> int:
@@ -87,8 +88,8 @@ def comparing(batch: Any) -> Progress:
     return Progress("log-probabilities", sum(len(micro.token_index_K) for micro in chain(*batch.minibatches)), count)
 
 
-def training(batch: Any, passes: int, meter: Any) -> Progress:
-    """Return the progress of an update: trained tokens of a packing.Batch, which `meter` counts per micro-batch."""
+def update_progress(batch: Any, passes: int, meter: Any) -> Progress:
+    """Return the progress of an update, in trained tokens of a packing.TrainBatch; `meter` counts them."""
     rows = (micro.token_index_K for micro in chain(*batch.minibatches))
-    total = passes * sum(int((batch.tokens.weights[of] > 0).sum()) for of in rows)
+    total = passes * sum(int((batch.tokens.weights[token_index_K] > 0).sum()) for token_index_K in rows)
     return Progress("trained tokens", total, lambda: meter.totals.get("update/tokens", 0.0))

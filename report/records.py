@@ -1,9 +1,10 @@
-"""Records: what is kept of examples and their responses, in files and for pages.
+"""Records: the data of examples and their responses, for files and pages.
 
-A record is an example with its responses: index, uid, answer_type, task, source, n_images, ground_truth, `groups` (its
-values of --group-by), and `samples`: text, finish_reason, tokens, rewards, and of episodes turns, ended_by, messages
-and images (encoded files, which only pages and trackers show). The process that writes pages imports this file, so it
-imports nothing that is slow to import.
+A record is an example with its responses. Its keys are index, uid, answer_type, task, source, n_images, ground_truth,
+`groups` (the values of the --group-by columns) and `samples`. A sample has text, finish_reason, tokens and rewards; an
+episode also has turns, ended_by, messages and images (encoded files, which only pages and trackers show).
+
+The process that writes pages imports this file, so it must import quickly.
 """
 
 import io
@@ -11,74 +12,78 @@ from collections.abc import Mapping, Sequence
 
 from PIL import Image
 
-SIDE = 480  # pixels of the longer side of an image that is shown, at most
-MOST_PROMPTS = 1000  # in one report
-PLACES = {"answer_type": "answer_type", "task": "task", "source": "source", "images": "n_images"}  # of a by_* table
+MAX_IMAGE_SIDE = 480  # pixels of the longer side of a shown image
+MAX_PROMPTS = 1000  # per report
+# name of a by_* table -> key of a record
+GROUPINGS = {"answer_type": "answer_type", "task": "task", "source": "source", "images": "n_images"}
 
 
 def encode_image(image: Image.Image) -> bytes:
-    """Return an image as a WEBP file of at most SIDE pixels; without loss if it is tiny or has few colours."""
+    """Return an image as a WEBP file of at most MAX_IMAGE_SIDE pixels, lossless if it is tiny or has few colours."""
     image = image.convert("RGB")
-    image.thumbnail((SIDE, SIDE))
+    image.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
     lossless = max(image.size) <= 128 or image.getcolors(256) is not None
     image.save(file := io.BytesIO(), format="WEBP", quality=60, lossless=lossless, method=3)
     return file.getvalue()
 
 
-def without_images(record: dict) -> dict:
-    """Return a record as JSON can have it: without the images of its episodes."""
+def drop_images(record: dict) -> dict:
+    """Return a record without the images of its episodes, so that it can be written as JSON."""
     samples = [{name: value for name, value in s.items() if name != "images"} for s in record["samples"]]
     return record | {"samples": samples}
 
 
-def columns_of(records: Sequence[dict]) -> dict[str, list[str]]:
-    """Return what records may be told apart by: column -> the value of each."""
-    columns = {name: [str(record[place]) for record in records] for name, place in PLACES.items()}
+def filter_columns(records: Sequence[dict]) -> dict[str, list[str]]:
+    """Return the columns by which records can be filtered: name -> the value of each record."""
+    columns = {name: [str(record[key]) for record in records] for name, key in GROUPINGS.items()}
     if columns["source"] == columns["task"]:
         del columns["source"]
-    groups = [record.get("groups", {}) for record in records]
-    return columns | {name: [of.get(name, "") for of in groups] for of in groups for name in of}
+    extra = [record.get("groups", {}) for record in records]
+    return columns | {name: [values.get(name, "") for values in extra] for row in extra for name in row}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a record tells
+# Properties of a record
 
 
 def is_right(sample: dict, summary: Mapping) -> bool | None:
-    """Return whether a sample is right; None if its task has no right or wrong. In an evaluation a failure is wrong."""
+    """Return whether a sample is right, or None if its task has no right or wrong. In an evaluation a failed sample is
+    wrong."""
     if "accuracy" not in sample["rewards"]:
         failed = sample["finish_reason"] == "error" and "accuracy" in summary
         return False if failed else None
     return sample["rewards"]["accuracy"] >= 0.5
 
 
-def rewards_of(record: dict) -> list[float]:
+def record_rewards(record: dict) -> list[float]:
+    """Return the total rewards of the samples that have one."""
     return [s["rewards"]["reward"] for s in record["samples"] if "reward" in s["rewards"]]
 
 
-def marks(record: dict, summary: Mapping) -> set[str]:
-    """The filters that a record passes."""
+def filter_tags(record: dict, summary: Mapping) -> set[str]:
+    """Return the names of the gallery's filters that a record passes."""
     verdicts = [is_right(s, summary) for s in record["samples"]]
     ends = {s["finish_reason"] for s in record["samples"]}
-    found = {name for name, why in (("cut", "length"), ("failed", "error")) if why in ends}
-    known = {verdict for verdict in verdicts if verdict is not None}
-    if len(known) == 1:
-        found.add("right" if known == {True} else "wrong")
-    if len(known) == 2 or (not known and len(set(rewards_of(record))) > 1):
-        found.add("disagree")
-    for first in summary.get("baselines", ())[:1]:
-        found |= {name for name in ("gained", "lost") if record["uid"] in first.get(f"{name}_uids", ())}
-    return found
+    tags = {name for name, reason in (("cut", "length"), ("failed", "error")) if reason in ends}
+    graded = {verdict for verdict in verdicts if verdict is not None}
+    if len(graded) == 1:
+        tags.add("right" if graded == {True} else "wrong")
+    if len(graded) == 2 or (not graded and len(set(record_rewards(record))) > 1):
+        tags.add("disagree")
+    for baseline in summary.get("baselines", ())[:1]:
+        tags |= {name for name in ("gained", "lost") if record["uid"] in baseline.get(f"{name}_uids", ())}
+    return tags
 
 
-def choose(records: Sequence[dict], summary: Mapping) -> list[dict]:
-    """Return the records that a page shows, in order; if there are too many, those that tell most."""
-    if len(records) <= MOST_PROMPTS:
+def select_records(records: Sequence[dict], summary: Mapping) -> list[dict]:
+    """Return the records that a report shows, in their order. If there are more than MAX_PROMPTS, prefer records that
+    are gained or lost, then failed or truncated, then wrong or with samples that disagree."""
+    if len(records) <= MAX_PROMPTS:
         return list(records)
 
     def rank(i: int) -> list[bool]:
-        found = marks(records[i], summary)
-        return [found.isdisjoint(of) for of in ({"gained", "lost"}, {"failed", "cut"}, {"wrong", "disagree"})]
+        tags = filter_tags(records[i], summary)
+        return [tags.isdisjoint(names) for names in ({"gained", "lost"}, {"failed", "cut"}, {"wrong", "disagree"})]
 
-    kept = sorted(range(len(records)), key=rank)[:MOST_PROMPTS]
-    return [records[i] for i in sorted(kept)]
+    selected = sorted(range(len(records)), key=rank)[:MAX_PROMPTS]
+    return [records[i] for i in sorted(selected)]

@@ -1,5 +1,6 @@
-"""Writes pages and curves while the run continues. Thousands of responses with formulas take many seconds, in which the
-other ranks would wait for rank 0. A thread would not help, as it shares the interpreter with the loop."""
+"""Writer of pages and curves that does not stop the run. A page with thousands of responses and formulas takes many
+seconds, and the other ranks would wait for rank 0. Large pages are therefore written by a separate process; a thread
+would not help, because it shares the interpreter with the training loop."""
 
 import importlib
 import pickle
@@ -17,28 +18,28 @@ from tqdm import tqdm
 from errors import describe_error, in_copy, users_traceback
 from prepare_data import Example
 
-# the program of the process; multiprocessing would import train.py in it, and so torch
+# the program of the separate process; multiprocessing would import train.py there, and so torch
 CODE = f"""import ctypes, pickle, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the run, which may be started again
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the run, which may be restarted
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 pickle.load(sys.stdin.buffer)()"""
-LARGE = 500_000  # characters of responses; a smaller page is written faster than a process starts
+LARGE_PAGE_CHARS = 500_000  # characters of responses; writing a smaller page is faster than starting a process
 
 
-class Shown(NamedTuple):
-    """What pages show: an evaluation's records with its summary, or a training step's with its metrics."""
+class ReportPage(NamedTuple):
+    """The content of pages: records of an evaluation with its summary, or of a training step with its metrics."""
 
     title: str
     records: Sequence[dict] = ()
-    examples: Mapping[str, Example] = {}  # by uid, as the model saw them: those of `choose(records, summary)`
+    examples: Mapping[str, Example] = {}  # by uid, as the model saw them; those of select_records(records, summary)
     summary: dict = {}
-    facts: dict = {}
-    others: Mapping[str, Sequence[dict]] = {}  # what other models, or this one without images, said: by their labels
-    folder: Path | None = None  # next to the pages, for images in full size
+    facts: dict = {}  # metrics of the step
+    others: Mapping[str, Sequence[dict]] = {}  # records of other models and of ablations, by label
+    folder: Path | None = None  # next to the pages, for full-size images
 
 
 def find_drawing(name: str) -> ModuleType | None:
-    """Import a file of report/page/; if whoever made this copy has deleted the folder, say so and return None."""
+    """Import and return a file of report/page/; if this copy of the code lacks it, print so and return None."""
     if in_copy(f"report.page.{name}"):
         return importlib.import_module(f"report.page.{name}")
     tqdm.write("no pages and no curves are written: report/page/ is not in this copy")
@@ -46,28 +47,28 @@ def find_drawing(name: str) -> ModuleType | None:
 
 
 class Writer:
-    """Calls functions that write reports. A failure is only a warning, since the run matters more."""
+    """Calls functions that write reports. A failure is only a warning, because the run is more important."""
 
     def __init__(self):
-        self.running: dict[Path, tuple[subprocess.Popen, IO[bytes]]] = {}  # by what they write, with their outputs
+        self.running: dict[Path, tuple[subprocess.Popen, IO[bytes]]] = {}  # path it writes -> process and its output
         self.failed = 0
 
-    def write(self, function: Callable[[Path, Any], None], path: Path, shown: Shown | None) -> None:
-        """Call function(path, shown), in a process of its own if there is much to show. Wait for an earlier process
-        only if it writes the same path."""
+    def write(self, function: Callable[[Path, Any], None], path: Path, content: ReportPage | None) -> None:
+        """Call function(path, content), in a separate process if the content is large. Wait for an earlier process only
+        if it writes the same path."""
         self.finish([path] if path in self.running else [])
-        call = partial(function, path, shown)
-        texts = (s["text"] for record in (shown.records if shown else ()) for s in record["samples"])
-        self.attempt(call if sum(map(len, texts)) <= LARGE else partial(self._start, path, call))
+        call = partial(function, path, content)
+        texts = (s["text"] for record in (content.records if content else ()) for s in record["samples"])
+        self.attempt(call if sum(map(len, texts)) <= LARGE_PAGE_CHARS else partial(self._start, path, call))
 
     def _start(self, path: Path, call: Callable[[], None]) -> None:
         output = tempfile.TemporaryFile()
         with tempfile.TemporaryFile() as file:
             pickle.dump(call, file)
             file.seek(0)
-            # a session of its own, so that Ctrl-C reaches only the run, which then waits for the page
-            own = {"stdin": file, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
-            self.running[path] = subprocess.Popen([sys.executable, "-P", "-c", CODE], **own), output
+            # in a new session, so that Ctrl-C reaches only the run, which then waits for the page
+            options = {"stdin": file, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+            self.running[path] = subprocess.Popen([sys.executable, "-P", "-c", CODE], **options), output
 
     def attempt(self, call: Callable[[], None]) -> None:
         """Call a function in this process; print a warning if it raises."""
@@ -86,6 +87,6 @@ class Writer:
                 self._warn(trace, trace.strip().rpartition("\n")[2] or f"exit code {process.returncode}")
 
     def _warn(self, trace: str, error: str) -> None:
-        self.failed += 1  # the first failure is shown with its traceback
-        told = f"report failure {self.failed} of this run: {error}; the run continues"
-        tqdm.write(f"{trace if self.failed == 1 else ''}warning: {told}")
+        self.failed += 1  # only the first failure is printed with its traceback
+        message = f"report failure {self.failed} of this run: {error}; the run continues"
+        tqdm.write(f"{trace if self.failed == 1 else ''}warning: {message}")

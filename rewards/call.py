@@ -1,4 +1,4 @@
-"""One call of a reward function: what it is given, what comes of it, and the processes in which calls run."""
+"""Single calls of reward functions: their arguments, their outcomes, and the worker processes that make them."""
 
 import asyncio
 import ctypes
@@ -14,153 +14,159 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from errors import UserError, keep_printing, users_traceback
-from reward import Counting, Failure, Outcome, Stage, checked, load_tasks
-from rewards.functions import Function, function_of, load_function
+from reward import Counting, CurriculumStage, RewardFailure, RewardOutcome, load_tasks, validate_reward
+from rewards.functions import RewardFunction, get_function, load_reward_function
 
-CAUGHT = (Exception, SystemExit, asyncio.CancelledError)  # a reward may fail in any way, and the run goes on
-CONCURRENT = 64  # calls of an async function that wait together
+REWARD_EXCEPTIONS = (Exception, SystemExit, asyncio.CancelledError)  # no failure of a reward ends the run
+MAX_CONCURRENT_CALLS = 64  # calls of an async function in flight at once
 JUDGE = "judge"
 
 
-class Item(NamedTuple):
-    """A response to grade. On its way to another process its example is a number."""
+class RewardInput(NamedTuple):
+    """A response to grade. While it is sent to a worker process, `example` is the id of the example."""
 
     response: str
     example: Any
     finish_reason: str
 
 
-class Call(NamedTuple):
-    round: int  # calls of the same round share examples, and know the same late questions for math-verify
+class RewardCall(NamedTuple):
+    """A call of a reward function, with the responses that it grades."""
+
+    batch_id: int  # calls of the same batch share examples and the math-verify questions that timed out
     key: str  # FILE.py:FUNCTION, or the name of a task
-    items: Sequence[Item]  # several of a batch function
+    items: Sequence[RewardInput]  # several if it is a batch function
     step: int | None = None
-    stage: Stage = Stage()
+    stage: CurriculumStage = CurriculumStage()
 
 
-# --- calling it -----------------------------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------------------------
 
 
-def arguments(function: Function, call: Call) -> tuple[tuple, dict[str, Any]]:
+def build_arguments(function: RewardFunction, call: RewardCall) -> tuple[tuple, dict[str, Any]]:
+    """Return the positional and the keyword arguments of a call."""
     responses, examples, reasons = map(list, zip(*call.items, strict=True))
-    named = {"finish_reasons": reasons, "finish_reason": reasons[0], "step": call.step, "stage": call.stage}
-    first = (responses, examples) if function.batch else (responses[0], examples[0])
-    return first, {name: named[name] for name in function.takes}
+    optional = {"finish_reasons": reasons, "finish_reason": reasons[0], "step": call.step, "stage": call.stage}
+    positional = (responses, examples) if function.batch else (responses[0], examples[0])
+    return positional, {name: optional[name] for name in function.optional_args}
 
 
-def failed(items: Sequence[Item], error: BaseException) -> list[Outcome]:
-    """Return a failure for each item, after a note on the error which these are."""
+def to_failure(items: Sequence[RewardInput], error: BaseException) -> list[RewardOutcome]:
+    """Return a failure for each item, and add a note to the error that names them."""
     uid, response = items[0].example.uid, items[0].response
-    more = f" and {len(items) - 1} more" if len(items) > 1 else ""
-    error.add_note(f"raised by the reward of row {uid!r} for the response {response[:200]!r}{more}")
-    return [Failure.of(error, item.example.uid) for item in items]
+    others = f" and {len(items) - 1} more" if len(items) > 1 else ""
+    error.add_note(f"raised by the reward of row {uid!r} for the response {response[:200]!r}{others}")
+    return [RewardFailure.from_exception(error, item.example.uid) for item in items]
 
 
-def outcomes(function: Function, call: Call, result: Any) -> list[Outcome]:
-    """Check what a call returned: one outcome for each item."""
+def to_outcomes(function: RewardFunction, call: RewardCall, result: Any) -> list[RewardOutcome]:
+    """Check what a call returned, and return one outcome for each item."""
     results = list(result) if function.batch else [result]
     if len(results) != len(call.items):
         uid = call.items[0].example.uid
         lengths = f"a list of {len(results)} for {len(call.items)} responses"
-        raise UserError(f"row {uid!r} and others: the reward returned {lengths}; return one of each")
-    return list(map(outcome, results, call.items))
+        raise UserError(f"row {uid!r} and others: the reward returned {lengths}; return one for each response")
+    return list(map(to_outcome, results, call.items))
 
 
-def outcome(result: Any, item: Item) -> Outcome:
+def to_outcome(result: Any, item: RewardInput) -> RewardOutcome:
+    """Return the named rewards of an item, or a failure if its result is invalid."""
     try:
-        return checked(result, item.example.uid, item.response, len(getattr(item.example, "images", ())))
-    except CAUGHT as error:  # its numbers are the user's objects too
-        return failed([item], error)[0]
+        return validate_reward(result, item.example.uid, item.response, len(getattr(item.example, "images", ())))
+    except REWARD_EXCEPTIONS as error:  # the numbers may be objects of the user's classes, whose methods can raise
+        return to_failure([item], error)[0]
 
 
-def run(function: Function, call: Call) -> list[Outcome]:
-    """Make a call. Failures are outcomes."""
-    first, named = arguments(function, call)
+def call_function(function: RewardFunction, call: RewardCall) -> list[RewardOutcome]:
+    """Make a call and return its outcomes. A failure is an outcome too."""
+    args, kwargs = build_arguments(function, call)
     try:
-        return outcomes(function, call, function.call(*first, **named))
-    except CAUGHT as error:
-        return failed(call.items, error)
+        return to_outcomes(function, call, function.call(*args, **kwargs))
+    except REWARD_EXCEPTIONS as error:
+        return to_failure(call.items, error)
 
 
-async def run_async(function: Function, call: Call, limit: float | None) -> list[Outcome]:
-    """Make a call of an async function, which may take `limit` seconds."""
-    first, named = arguments(function, call)
-    clock = asyncio.timeout(limit)
+async def call_function_async(function: RewardFunction, call: RewardCall, limit: float | None) -> list[RewardOutcome]:
+    """Call an async function and return the outcomes. The call times out after `limit` seconds (None: never)."""
+    args, kwargs = build_arguments(function, call)
+    timeout = asyncio.timeout(limit)
     try:
-        async with clock:
-            result = await function.call(*first, **named)
-        return outcomes(function, call, result)
-    except CAUGHT as error:
-        return fail_late(call, limit) if clock.expired() else failed(call.items, error)
+        async with timeout:
+            result = await function.call(*args, **kwargs)
+        return to_outcomes(function, call, result)
+    except REWARD_EXCEPTIONS as error:
+        return fail_timed_out(call, limit) if timeout.expired() else to_failure(call.items, error)
 
 
-def fail_late(call: Call, limit: float) -> list[Outcome]:
-    return fail(call, "timeouts", "time-out", f"the reward took longer than --reward-timeout {limit:g} s")
+def fail_timed_out(call: RewardCall, limit: float) -> list[RewardOutcome]:
+    """Return a failure for each item of a call that took longer than `limit` seconds."""
+    return fail_call(call, "timeouts", "timeout", f"the reward took longer than --reward-timeout {limit:g} s")
 
 
-def fail(call: Call, kind: str, what: str, why: str, trace: str = "") -> list[Outcome]:
-    """Return failures for all of a call, as nothing came of it."""
-    return [Failure(kind, what, f"row {item.example.uid!r}: {why}", trace) for item in call.items]
+def fail_call(call: RewardCall, kind: str, what: str, reason: str, trace: str = "") -> list[RewardOutcome]:
+    """Return a failure for each item of a call that returned no result."""
+    return [RewardFailure(kind, what, f"row {item.example.uid!r}: {reason}", trace) for item in call.items]
 
 
-# --- a process that makes calls -------------------------------------------------------------------------------------
+# --- a worker process -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What a process gets at its start."""
+class WorkerConfig:
+    """The settings of a worker process, sent to it when it starts."""
 
-    keys: Sequence[str]  # FILE.py:FUNCTION, to be loaded
+    keys: Sequence[str]  # FILE.py:FUNCTION of each function to load
     make_judge: Callable[[], Any] | None
     asynchronous: bool
-    limit: float  # seconds
+    limit: float  # seconds per call
 
 
-def work(fd: int, parent: int) -> None:
-    """Answer calls that come over the socket `fd`, until it closes. `parent`: the process that started this one."""
+def reward_worker_main(fd: int, parent: int) -> None:
+    """Make the calls received over the socket `fd` until it closes. `parent` is the id of the process that started
+    this one."""
     if sys.platform == "linux":
-        # PR_SET_PDEATHSIG: the kernel ends this process with the thread that started it, also while C code runs
+        # PR_SET_PDEATHSIG: the kernel kills this process when the thread that started it ends, even while C code runs
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # the parent died before prctl took effect
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU):
-        signal.signal(number, lambda *_: None)  # whoever sends them to all processes of a run means the trainer
+        signal.signal(number, lambda *_: None)  # sent to all processes of a run, they are meant for the trainer
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
     keep_printing()
     conn = Connection(fd)
     try:
-        setup = conn.recv()
-        asyncio.run(serve_together(conn, setup)) if setup.asynchronous else serve(Worker(conn, setup))
+        config = conn.recv()
+        asyncio.run(serve_concurrently(conn, config)) if config.asynchronous else serve(Worker(conn, config))
     except EOFError:
-        pass  # the trainer needs no more
-    except CAUGHT as error:  # on importing the user's file, say
-        with suppress(BrokenPipeError):  # nobody listens any more
+        pass  # the trainer has closed the connection
+    except REWARD_EXCEPTIONS as error:  # for example when the user's file is imported
+        with suppress(BrokenPipeError):  # the trainer has closed the connection
             conn.send(("broken", users_traceback(error)))
 
 
 class Worker:
-    """What a process has for its calls: functions, the round's examples, and the connection to the trainer."""
+    """The state of a worker process: its functions, the batch's examples, and the connection to the trainer."""
 
-    def __init__(self, conn: Connection, setup: Setup):
+    def __init__(self, conn: Connection, config: WorkerConfig):
         self.conn = conn
-        self.setup = setup
-        self.functions = {key: load_function(key) for key in setup.keys}
-        self.judge = setup.make_judge() if setup.make_judge else None
+        self.config = config
+        self.functions = {key: load_reward_function(key) for key in config.keys}
+        self.judge = config.make_judge() if config.make_judge else None
         if self.judge:
-            self.functions[JUDGE] = Function(self.judge.score, batch=False, asynchronous=True, takes=())
+            self.functions[JUDGE] = RewardFunction(self.judge.score, batch=False, asynchronous=True, optional_args=())
         load_tasks()
-        self.counted: Counter[str] = Counter()  # of the judge's counts
+        self.reported: Counter[str] = Counter()  # the judge's counts when they were last sent
         self.examples: dict[int, Any] = {}
-        self.round = -1
-        with suppress(BrokenPipeError):  # then there will be nothing to receive either
+        self.batch_id = -1
+        with suppress(BrokenPipeError):  # the next recv raises EOFError, which ends the process
             conn.send(("ready",))
 
-    def receive(self) -> dict[int, Call]:
-        """Return the calls of a message by their numbers, with their examples."""
-        round, examples, self.late, calls = self.conn.recv()
-        if round != self.round:
-            self.round = round
+    def receive(self) -> dict[int, RewardCall]:
+        """Receive a message and return its calls by number, with the ids of examples replaced by the examples."""
+        batch_id, examples, self.timed_out, calls = self.conn.recv()
+        if batch_id != self.batch_id:
+            self.batch_id = batch_id
             self.examples.clear()
         self.examples |= examples
         for number, call in calls.items():
@@ -169,38 +175,39 @@ class Worker:
         return calls
 
     def counting(self, number: int) -> Counting:
-        """Return what a call counts in; it tells the trainer of time limits of its own, and (0) of their ends."""
-        return Counting(set(self.late), lambda *limit: self.conn.send(("limit", number, *limit)))
+        """Return the Counting of a call. It reports the call's own time limits to the trainer, and 0 when one ends."""
+        return Counting(set(self.timed_out), lambda *limit: self.conn.send(("limit", number, *limit)))
 
-    def send(self, number: int, results: Sequence[Outcome], counts: Counter[str]) -> None:
+    def send(self, number: int, outcomes: Sequence[RewardOutcome], counts: Counter[str]) -> None:
+        """Send the outcomes and counts of a call to the trainer, without exception objects, which may not pickle."""
         counts = dict(counts)
         if self.judge:
-            counts |= {f"judge/{name}": n - self.counted[name] for name, n in self.judge.counts.items()}
-            self.counted = Counter(self.judge.counts)
-        plain = [replace(o, error=None) if isinstance(o, Failure) else o for o in results]
+            counts |= {f"judge/{name}": n - self.reported[name] for name, n in self.judge.counts.items()}
+            self.reported = Counter(self.judge.counts)
+        plain = [replace(o, error=None) if isinstance(o, RewardFailure) else o for o in outcomes]
         self.conn.send(("done", number, plain, counts))
 
 
 def serve(worker: Worker) -> None:
-    """Make one call after another."""
+    """Make calls one after another."""
     while True:
         for number, call in worker.receive().items():
-            with worker.counting(number) as counted:
-                results = run(function_of(call.key, worker.functions), call)
-            worker.send(number, results, counted.counts)
+            with worker.counting(number) as counting:
+                outcomes = call_function(get_function(call.key, worker.functions), call)
+            worker.send(number, outcomes, counting.counts)
 
 
-async def serve_together(conn: Connection, setup: Setup) -> None:
-    """Begin each call as it comes."""
-    worker = Worker(conn, setup)  # here: what a judge opens belongs to the loop
+async def serve_concurrently(conn: Connection, config: WorkerConfig) -> None:
+    """Start each call as soon as it is received."""
+    worker = Worker(conn, config)  # made in the event loop, to which the judge's connections belong
     closed = asyncio.Event()
-    tasks: set[asyncio.Task] = set()  # the loop itself would let them go
+    tasks: set[asyncio.Task] = set()  # the event loop itself keeps only weak references to them
 
-    async def make(number: int, call: Call) -> None:
-        limit = None if call.key == JUDGE else setup.limit
-        with worker.counting(number) as counted:
-            results = await run_async(function_of(call.key, worker.functions), call, limit)
-        worker.send(number, results, counted.counts)
+    async def make(number: int, call: RewardCall) -> None:
+        limit = None if call.key == JUDGE else config.limit
+        with worker.counting(number) as counting:
+            outcomes = await call_function_async(get_function(call.key, worker.functions), call, limit)
+        worker.send(number, outcomes, counting.counts)
 
     def receive() -> None:
         try:

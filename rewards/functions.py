@@ -1,4 +1,4 @@
-"""Reward functions and how they are called; those of the user's are --reward [TASK=]FILE.py:FUNCTION."""
+"""Reward functions: their signatures, and loading the user's own, --reward [TASK=]FILE.py:FUNCTION."""
 
 import importlib.util
 import inspect
@@ -12,117 +12,121 @@ from types import ModuleType
 from typing import Any
 
 import reward
-from errors import Note, UserError, nearest_path, need
+from errors import ErrorContext, UserError, nearest_path, need
 from reward import task_name
 
 
 @dataclass(frozen=True)
-class Function:
-    """A reward function and how it is called, by its signature."""
+class RewardFunction:
+    """A reward function and the way to call it, which its signature determines."""
 
     call: Callable
-    batch: bool  # once, with all responses of a batch of prompts
+    batch: bool  # called once with all responses of a batch of prompts
     asynchronous: bool
-    takes: tuple[str, ...]  # by name
+    optional_args: tuple[str, ...]  # passed by name
 
     @classmethod
-    def of(cls, function: Callable, name: str) -> "Function":
-        """Read the signature of a function; `name` is for messages. Raise UserError if it cannot be called so."""
+    def from_callable(cls, function: Callable, name: str) -> "RewardFunction":
+        """Return the RewardFunction of a callable. `name` is for messages. Raise UserError if its signature is not
+        that of a reward."""
         try:
             signature = inspect.signature(function)
             names = list(signature.parameters)
             batch = names[:1] == ["responses"]
-            known = ("finish_reasons" if batch else "finish_reason", "step", "stage")
-            all_names = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-            takes = tuple(name for name in known if all_names or name in names)
-            signature.bind(None, None, **dict.fromkeys(takes))
+            available = ("finish_reasons" if batch else "finish_reason", "step", "stage")
+            takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+            optional_args = tuple(name for name in available if takes_any or name in names)
+            signature.bind(None, None, **dict.fromkeys(optional_args))
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{name} must take (response, example) or (responses, examples), and what else it wants by name, "
+                f"{name} must take (response, example) or (responses, examples), and by name any of "
                 f"finish_reason (finish_reasons), step, stage: {error}"
             ) from error
-        by_class = getattr(type(function), "__call__", None)  # noqa: B004  of an object that is called
-        return cls(function, batch, any(map(inspect.iscoroutinefunction, (function, by_class))), takes)
+        method = getattr(type(function), "__call__", None)  # noqa: B004  the method, if it is a callable object
+        return cls(function, batch, any(map(inspect.iscoroutinefunction, (function, method))), optional_args)
 
 
-def function_of(key: str, functions: Mapping[str, Function]) -> Function:
-    """Return the function of a key, which is FILE.py:FUNCTION or the name of a task."""
-    return functions[key] if key in functions else of_task(reward.TASKS[key].reward)
+def get_function(key: str, functions: Mapping[str, RewardFunction]) -> RewardFunction:
+    """Return the reward function for a key: FILE.py:FUNCTION or the name of a task."""
+    return functions[key] if key in functions else task_function(reward.TASKS[key].reward)
 
 
 @cache
-def of_task(function: Callable) -> Function:
-    return Function.of(function, f"a task's reward, {function.__name__},")
+def task_function(function: Callable) -> RewardFunction:
+    """Return the RewardFunction of a task's own reward."""
+    return RewardFunction.from_callable(function, f"a task's reward, {function.__name__},")
 
 
-def load_functions(specs: Sequence[str]) -> tuple[dict[str, str], dict[str, Function]]:
-    """Load what --reward names. Return task -> FILE.py:FUNCTION, where "" is all tasks that are not named, and the
-    functions by FILE.py:FUNCTION."""
+def load_reward_functions(specs: Sequence[str]) -> tuple[dict[str, str], dict[str, RewardFunction]]:
+    """Load the functions of --reward. Return task -> FILE.py:FUNCTION, where the task "" stands for all tasks without
+    an entry, and FILE.py:FUNCTION -> function. Raise UserError if a task has several."""
     by_task: dict[str, str] = {}
-    functions: dict[str, Function] = {}
+    functions: dict[str, RewardFunction] = {}
     for spec in specs:
-        task, rest = split_spec(spec)
+        task, function_spec = split_spec(spec)
         task = task_name(task)
-        rows = f"of the task {task!r}" if task else "of all tasks"
-        need(task not in by_task, f"--reward {spec!r}: there is another one {rows}, {by_task.get(task)}; drop one")
-        by_task[task] = split_spec(absolute_spec(spec))[1]  # processes that grade may start when the folder has changed
-        functions[by_task[task]] = load_function(rest)
+        tasks = f"the task {task!r}" if task else "all tasks"
+        need(task not in by_task, f"--reward {spec!r}: a second one for {tasks}, after {by_task.get(task)}; drop one")
+        by_task[task] = split_spec(absolute_spec(spec))[1]  # workers may start after the working directory has changed
+        functions[by_task[task]] = load_reward_function(function_spec)
     return by_task, functions
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """Return the task ("" if none is named) and FILE.py:FUNCTION."""
-    task, equals, rest = spec.partition("=")
-    return (task, rest) if equals and not Path(spec.rpartition(":")[0]).exists() else ("", spec)
+    """Split [TASK=]FILE.py:FUNCTION into the task ("" if none is named) and FILE.py:FUNCTION."""
+    task, equals, function_spec = spec.partition("=")
+    return (task, function_spec) if equals and not Path(spec.rpartition(":")[0]).exists() else ("", spec)
 
 
 def absolute_spec(spec: str) -> str:
-    """Return --reward with an absolute path, if its file exists."""
-    task, rest = split_spec(spec)
-    path, _, name = rest.rpartition(":")
+    """Return [TASK=]FILE.py:FUNCTION with an absolute path if the file exists, else unchanged."""
+    task, function_spec = split_spec(spec)
+    path, _, name = function_spec.rpartition(":")
     return f"{task}{'=' if task else ''}{Path(path).resolve()}:{name}" if Path(path).is_file() else spec
 
 
-def absolute_option(pair: str) -> str:
-    """Return an option of --judge with an absolute path, if it names a file that exists."""
+def absolute_judge_option(pair: str) -> str:
+    """Return KEY=VALUE of --judge with an absolute path if it names a template file that exists, else unchanged."""
     key, _, value = pair.partition("=")
     return f"{key}={Path(value).resolve()}" if key == "template" and Path(value).is_file() else pair
 
 
 def absolute_files(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return --reward, --judge and --env with absolute paths of the files that are there."""
+    """Return --reward, --judge and --env with absolute paths for the files that exist."""
     return {
         "reward": tuple(map(absolute_spec, settings["reward"])),
-        "judge": tuple(map(absolute_option, settings["judge"])),
+        "judge": tuple(map(absolute_judge_option, settings["judge"])),
         "env": settings["env"] and absolute_spec(settings["env"]),
     }
 
 
-def load_file(path: str, flag: str) -> ModuleType:
-    """Import a file of the user's; `flag` is for messages."""
-    need(Path(path).is_file(), f"{flag}: there is no file {path!r} (looked from {os.getcwd()}){nearest_path(path)}")
+def import_file(path: str, flag: str) -> ModuleType:
+    """Import a user's Python file. `flag` is for messages. Raise UserError if there is no such file."""
+    need(Path(path).is_file(), f"{flag}: there is no file {path!r} (seen from {os.getcwd()}){nearest_path(path)}")
     module_spec = importlib.util.spec_from_file_location(f"custom_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickle look a module up by its name
     if (folder := str(Path(path).resolve().parent)) not in sys.path:
-        sys.path.append(folder)  # last, and kept: a function may import when it is called
-    with Note(f"raised on importing {flag}; our own and installed modules come before its neighbours"):
+        sys.path.append(folder)  # it stays there, because a function may import when it is called
+    with ErrorContext(f"raised while importing {flag}; modules of this repository and installed ones take precedence "
+                      "over files in its folder"):
         module_spec.loader.exec_module(module)
     return module
 
 
-def load_function(spec: str) -> Function:
-    """Load FILE.py:FUNCTION. Raise UserError if the file or the function is missing or cannot be called as a reward; an
-    error inside the file is the user's and passes through.
+def load_reward_function(spec: str) -> RewardFunction:
+    """Load FILE.py:FUNCTION. Raise UserError if the file or the function is missing, or if the function cannot be
+    called as a reward. Errors raised by the file itself pass through.
 
-    The file may import its neighbours, except ones named like our own modules or installed ones, which come first.
+    The file may import others in its folder, unless they are named like modules of this repository or installed ones,
+    which take precedence.
     """
     path, _, name = spec.rpartition(":")
     need(path.endswith(".py") and name, f"--reward {spec!r}: expected FILE.py:FUNCTION, e.g. my_reward.py:score")
-    module = load_file(path, f"--reward {spec!r}")
+    module = import_file(path, f"--reward {spec!r}")
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         state = "is not a function" if hasattr(module, name) else "does not exist"
         raise UserError(f"--reward {spec!r}: {name} {state} in {path}; it has: {', '.join(functions) or 'none'}")
-    return Function.of(function, f"--reward {spec!r}: {name}")
+    return RewardFunction.from_callable(function, f"--reward {spec!r}: {name}")

@@ -1,11 +1,11 @@
-"""Processes that grade, as the trainer sees them, each with a thread that hands out calls and receives their results.
+"""The trainer's side of reward workers: each worker process has a thread that sends it calls and receives results.
 
-Plain subprocesses: `spawn` of multiprocessing would import train.py, and so torch, again; `fork` is not safe with
-torch's, gloo's and CUDA's threads. A process that is late, or dies, is killed with all that it has started, and
-replaced: the call that it was at has failed, its others are repeated. Where several were under way (async functions)
-each of them is repeated alone, so that the guilty one is found. A process that was late within math-verify has not
-failed: the call is repeated, and knows that this comparison is wrong. A process dies with its trainer, however that
-ends, also within a call that never returns to Python.
+Workers are plain subprocesses: `spawn` of multiprocessing would import train.py, and so torch, again; `fork` is not
+safe with the threads of torch, gloo and CUDA. A worker that times out or dies is killed with its children and replaced.
+Its current call fails; its queued calls are retried. If several calls were in flight (async functions), each of them is
+retried alone, to find the one at fault. A worker that timed out or died within math-verify has not failed: its call is
+retried, and that comparison counts as wrong. A worker dies with its trainer, however the trainer ends, even within a
+call that never returns to Python.
 """
 
 import asyncio
@@ -30,72 +30,84 @@ from pathlib import Path
 from struct import pack
 from typing import Any
 
-from reward import Counting, Outcome
-from rewards.call import CAUGHT, CONCURRENT, Call, Setup, fail, fail_late, run, run_async
-from rewards.functions import Function, function_of
+from reward import Counting, RewardOutcome
+from rewards.call import (
+    MAX_CONCURRENT_CALLS,
+    REWARD_EXCEPTIONS,
+    RewardCall,
+    WorkerConfig,
+    call_function,
+    call_function_async,
+    fail_call,
+    fail_timed_out,
+)
+from rewards.functions import RewardFunction, get_function
 
-START_S = 300.0  # importing a user's file may load a model
-GRACE_S = 5.0  # an async function that is late is stopped by its own process; one that blocks it, by ours
-JUDGE_S = 1e6  # a judge keeps its own time limits
-MAX_CHUNK = 32  # calls that are handed to a process at a time
-CHUNK_S = 0.05  # seconds that they should take, so that slow ones are spread over the processes
-SEND_S = 10  # after this long a process that does not read, or does not finish a message, is given up
-MAX_LATE = 256  # late questions for math-verify that are remembered
+STARTUP_TIMEOUT_S = 300.0  # importing a user's file may load a model
+ASYNC_GRACE_S = 5.0  # the worker itself cancels async calls that time out; after this much longer it is killed
+JUDGE_GRACE_S = 1e6  # a judge enforces its own time limits
+MAX_CHUNK = 32  # most calls in one message to a worker
+CHUNK_SECONDS = 0.05  # seconds that the calls of a message should take, so that slow calls are spread over the workers
+SEND_TIMEOUT_S = 10  # a worker that reads nothing, or does not finish a message, for this long is killed
+MAX_LATE_CALLS = 256  # most math-verify questions that are remembered because they timed out
 
-Result = tuple[list[Outcome], Counter[str]]  # of a call: an outcome for each item, and what was counted
+Result = tuple[list[RewardOutcome], Counter[str]]  # the result of a call: an outcome for each item, and the counts
 
 
 @dataclass(eq=False)
-class Job:
-    """A call that somebody waits for."""
+class PoolJob:
+    """A call and the future of its result."""
 
     number: int
-    call: Call
+    call: RewardCall
     future: Future[Result] = field(default_factory=Future)
-    counts: Counter[str] = field(default_factory=Counter)  # of earlier tries
-    suspect: bool = False  # was under way, with others, in a process that died: to be repeated alone
+    counts: Counter[str] = field(default_factory=Counter)  # counts of earlier tries
+    suspect: bool = False  # was in flight, with others, in a worker that died: it is retried alone
 
 
-class Process:
-    """A process that makes calls, and what it was sent."""
+class WorkerProcess:
+    """A worker process, its connection, and the calls and examples that were sent to it."""
 
-    def __init__(self, setup: Setup):
-        ours, theirs = socket.socketpair()
-        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, limit, pack("ll", SEND_S, 0))
+    def __init__(self, config: WorkerConfig):
+        trainer_end, worker_end = socket.socketpair()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            trainer_end.setsockopt(socket.SOL_SOCKET, option, pack("ll", SEND_TIMEOUT_S, 0))
         root = str(Path(__file__).resolve().parent.parent)
-        code = f"import sys; sys.path[0] = {root!r}; from rewards.call import work; work(*map(int, sys.argv[1:]))"
-        with theirs:  # a session of its own: Ctrl-C is for the trainer
-            command, fds = [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid())], [theirs.fileno()]
-            self.popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True)
-        self.conn = Connection(ours.detach())
-        self.conn.send(setup)
+        code = (f"import sys; sys.path[0] = {root!r}; from rewards.call import reward_worker_main; "
+                "reward_worker_main(*map(int, sys.argv[1:]))")
+        with worker_end:  # the worker gets its own session, because Ctrl-C is for the trainer
+            fd = worker_end.fileno()
+            command = [sys.executable, "-c", code, str(fd), str(os.getpid())]
+            self.popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True)
+        self.conn = Connection(trainer_end.detach())
+        self.conn.send(config)
         self.poll = select.poll()
         self.poll.register(self.conn, select.POLLIN)
         self.ready = False
-        self.jobs: dict[int, Job] = {}  # under way, in order
-        self.question: tuple[int, Any] | None = None  # a call's number, and what it has just asked math-verify
-        self.sent: set[int] = set()  # examples that it has, by id
-        self.round = -1
-        self.heard = time.monotonic()  # when it was last given calls, or answered
-        self.deadline = self.heard + START_S
+        self.jobs: dict[int, PoolJob] = {}  # in flight, in order
+        self.question: tuple[int, Any] | None = None  # a call's number, and its current question to math-verify
+        self.sent: set[int] = set()  # ids of the examples that the worker has
+        self.batch_id = -1
+        self.active_at = time.monotonic()  # when the worker was last sent calls, or sent a result
+        self.deadline = self.active_at + STARTUP_TIMEOUT_S
 
-    def is_late(self) -> bool:
-        """Wait until it sends something or dies. Return whether the deadline came first."""
+    def wait_times_out(self) -> bool:
+        """Wait until the worker sends something or dies. Return whether the deadline came first."""
         while True:
-            left = self.deadline - time.monotonic()  # a call that is handed out meanwhile moves it
+            left = self.deadline - time.monotonic()  # calls that are sent meanwhile move the deadline
             if self.poll.poll(max(0.0, 1000 * left)):
                 return False
             if left <= 0:
                 return True
 
-    def send(self, jobs: Sequence[Job], late: Sequence[Any]) -> None:
-        """Hand out calls of a round. An example is sent once a round, however many responses it has."""
+    def send_calls(self, jobs: Sequence[PoolJob], timed_out: Sequence[Any]) -> None:
+        """Send calls of a batch, and its questions to math-verify that timed out. An example is sent once per batch,
+        however many responses it has."""
         self.jobs |= {job.number: job for job in jobs}
         examples: dict[int, Any] = {}
         calls = {}
-        if jobs[0].call.round != self.round:
-            self.round = jobs[0].call.round
+        if jobs[0].call.batch_id != self.batch_id:
+            self.batch_id = jobs[0].call.batch_id
             self.sent.clear()
         for job in jobs:
             items = [item._replace(example=id(item.example)) for item in job.call.items]
@@ -103,12 +115,12 @@ class Process:
             self.sent |= new.keys()
             examples |= new
             calls[job.number] = job.call._replace(items=items)
-        self.conn.send((self.round, examples, late, calls))
+        self.conn.send((self.batch_id, examples, timed_out, calls))
 
-    def end(self, patience: float) -> str:
-        """Return how it ended: by itself within `patience` seconds, or killed now; with it all that it has started."""
+    def kill(self, wait: float) -> str:
+        """Give the worker `wait` seconds to end, then kill it with its children. Return how it ended, as text."""
         with suppress(subprocess.TimeoutExpired):
-            self.popen.wait(patience)
+            self.popen.wait(wait)
         code = self.popen.poll()
         with suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
@@ -119,47 +131,47 @@ class Process:
         return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
-class Pool:
-    """Up to `size` processes that call the same functions, async ones CONCURRENT at a time. They start with the first
-    calls and are kept."""
+class WorkerPool:
+    """A pool of up to `size` worker processes that call the same functions. They start with the first calls and stay.
+    A worker makes up to MAX_CONCURRENT_CALLS async calls at a time, other calls one by one."""
 
-    def __init__(self, size: int, setup: Setup):
+    def __init__(self, size: int, config: WorkerConfig):
         self.size = size
-        self.setup = setup
-        self.limit = setup.limit + (GRACE_S if setup.asynchronous else 0.0)
-        if setup.make_judge:
-            self.limit = JUDGE_S
-        self.numbers = itertools.count()  # of calls
-        self.waiting: deque[Job] = deque()
+        self.config = config
+        self.limit = config.limit + (ASYNC_GRACE_S if config.asynchronous else 0.0)
+        if config.make_judge:
+            self.limit = JUDGE_GRACE_S
+        self.numbers = itertools.count()  # numbers of the calls
+        self.waiting: deque[PoolJob] = deque()
         self.threads: list[threading.Thread] = []
-        self.processes: list[Process] = []  # at most one of each thread
-        self.late: deque[tuple[int, Any]] = deque(maxlen=MAX_LATE)  # round, question for math-verify
+        self.processes: list[WorkerProcess] = []  # at most one per thread
+        self.timed_out: deque[tuple[int, Any]] = deque(maxlen=MAX_LATE_CALLS)  # (batch, question for math-verify)
         self.changed = threading.Condition()
         self.closed = False
-        self.pace = CHUNK_S  # seconds a call, lately
-        self.failing: set[threading.Thread] = set()  # whose process did not start, since one did
-        self.shown = False  # where the first late call was
+        self.seconds_per_call = CHUNK_SECONDS  # moving average
+        self.failing: set[threading.Thread] = set()  # threads whose worker failed to start since one last started
+        self.logged_late_stack = False  # has the stack of the first call that timed out been printed?
         self.pid = os.getpid()
         atexit.register(self.close)
 
-    def submit(self, call: Call) -> Future[Result]:
-        """Begin a call."""
-        job = Job(next(self.numbers), call)
+    def submit(self, call: RewardCall) -> Future[Result]:
+        """Queue a call and return the future of its result."""
+        job = PoolJob(next(self.numbers), call)
         with self.changed:
             self.waiting.append(job)
             if not self.threads:
                 for _ in range(self.size):
-                    self.threads.append(threading.Thread(target=self._serve, name="rewards", daemon=True))
+                    self.threads.append(threading.Thread(target=self._run, name="rewards", daemon=True))
                     self.threads[-1].start()
-            for process in self.processes if self.setup.asynchronous else ():
-                if process.jobs:  # its thread does not look at what waits
+            for process in self.processes if self.config.asynchronous else ():
+                if process.jobs:  # its thread waits for a message and does not look at the queue
                     self._dispatch(process)
             self.changed.notify()
         return job.future
 
     def close(self) -> None:
-        """End the processes and their threads. Those that are idle may tidy up for a second."""
-        if self.pid != os.getpid():  # a forked copy of the process that they belong to
+        """End the workers and their threads. Idle workers get a second to clean up; the others are killed."""
+        if self.pid != os.getpid():  # this is a forked copy of the process that the workers belong to
             return
         with self.changed:
             self.closed = True
@@ -170,10 +182,10 @@ class Pool:
         for thread in list(self.threads):
             thread.join(10.0)
 
-    # what follows runs in the threads
+    # the methods below run in the threads
 
-    def _serve(self) -> None:
-        """Keep a process, and hand it calls."""
+    def _run(self) -> None:
+        """Start a worker, send it calls and receive their results, until the pool is closed."""
         process = None
         try:
             while True:
@@ -181,7 +193,7 @@ class Pool:
                     self.changed.wait_for(lambda: self.waiting or self.closed)
                     if self.closed:
                         break
-                while process and process.poll.poll(0):  # it died, or its reward has forked and answers twice
+                while process and process.poll.poll(0):  # it died, or a reward that forked sent a second result
                     process = self._receive(process)
                 process = process or self._start()
                 if process:
@@ -200,77 +212,79 @@ class Pool:
             with self.changed:
                 self.threads.remove(threading.current_thread())
             if process:
-                process.conn.close()  # it ends when it has tidied up
-                process.end(1.0)
+                process.conn.close()  # the worker cleans up and ends
+                process.kill(1.0)
                 self.processes.remove(process)
 
-    def _start(self) -> Process | None:
-        """Start a process. If no thread can start one, all that waits has failed."""
-        process = Process(self.setup)
+    def _start(self) -> WorkerProcess | None:
+        """Start a worker. Return None if that fails; if it fails in every thread, all queued calls fail too."""
+        process = WorkerProcess(self.config)
         self.processes.append(process)
         trace = ""
-        with suppress(*CAUGHT):  # it died
-            if not process.is_late():
-                kind, *more = process.conn.recv()
-                process.ready = kind == "ready"
-                trace = "".join(more)
+        with suppress(*REWARD_EXCEPTIONS):  # the worker died
+            if not process.wait_times_out():
+                message, *content = process.conn.recv()
+                process.ready = message == "ready"
+                trace = "".join(content)
         if process.ready:
             with self.changed:
                 self.failing.clear()
             return process
-        how = process.end(1.0)
+        ending = process.kill(1.0)
         with self.changed:
             self.processes.remove(process)
             self.failing.add(threading.current_thread())
-            self.changed.notify_all()  # the others try, too
+            self.changed.notify_all()  # the other threads try, too
             while self.waiting and self.failing.issuperset(self.threads):
                 job = self.waiting.popleft()
-                why = f"no process for rewards could start: {how}"
-                job.future.set_result((fail(job.call, "errors", "no process", why, trace), job.counts))
+                reason = f"no reward worker could start; the last one ended {ending}"
+                job.future.set_result((fail_call(job.call, "errors", "no process", reason, trace), job.counts))
         return None
 
-    def _dispatch(self, process: Process) -> None:
-        """Hand out calls of a round that wait to a process that has room."""
+    def _dispatch(self, process: WorkerProcess) -> None:
+        """Send queued calls of one batch to a worker, as many as it may be sent now."""
         if not self.waiting or any(job.suspect for job in process.jobs.values()):
             return
         if self.waiting[0].suspect:
-            room = 0 if process.jobs else 1
-        elif self.setup.asynchronous:
-            room = CONCURRENT - len(process.jobs)
-        else:  # more at a time, as each message costs a wait, but not all to the first
-            room = min(MAX_CHUNK, max(1, int(CHUNK_S / self.pace)), -(-len(self.waiting) // (2 * self.size)))
-        round = self.waiting[0].call.round
-        of_round = itertools.takewhile(lambda job: job.call.round == round, self.waiting)
-        jobs = list(itertools.islice(of_round, room))
+            limit = 0 if process.jobs else 1
+        elif self.config.asynchronous:
+            limit = MAX_CONCURRENT_CALLS - len(process.jobs)
+        else:  # several calls, because each message costs a round trip, but not all of them to the first worker
+            limit = min(
+                MAX_CHUNK, max(1, int(CHUNK_SECONDS / self.seconds_per_call)), -(-len(self.waiting) // (2 * self.size))
+            )
+        batch = self.waiting[0].call.batch_id
+        in_batch = itertools.takewhile(lambda job: job.call.batch_id == batch, self.waiting)
+        jobs = list(itertools.islice(in_batch, limit))
         for _ in jobs:
             self.waiting.popleft()
         if jobs:
-            process.heard = time.monotonic()
-            process.deadline = process.heard + self.limit
+            process.active_at = time.monotonic()
+            process.deadline = process.active_at + self.limit
             try:
-                process.send(jobs, [question for when, question in self.late if when == round])
+                process.send_calls(jobs, [question for batch_id, question in self.timed_out if batch_id == batch])
             except OSError:  # it is dead, or does not read
                 process.popen.kill()
 
-    def _receive(self, process: Process) -> Process | None:
-        """Wait for a message of a process. Return it, or None if it died or had to be killed."""
+    def _receive(self, process: WorkerProcess) -> WorkerProcess | None:
+        """Wait for a message of a worker. Return the worker, or None if it died or was killed."""
         try:
-            if process.is_late():
-                return self._lose(process, late=True)
-            kind, number, *content = process.conn.recv()
-        except CAUGHT:  # it ended, or a reward wrote into descriptors that are not its own
-            return self._lose(process, late=False)
+            if process.wait_times_out():
+                return self._handle_death(process, timed_out=True)
+            message, number, *content = process.conn.recv()
+        except REWARD_EXCEPTIONS:  # it ended, or a reward wrote to the connection's file descriptor
+            return self._handle_death(process, timed_out=False)
         with self.changed:
-            if kind == "limit":
+            if message == "limit":
                 seconds, question = content
                 process.question = (number, question) if question else None
                 process.deadline = time.monotonic() + (seconds or self.limit)
                 return process
             now = time.monotonic()
-            self.pace += 0.1 * (max(now - process.heard, 1e-5) - self.pace)
-            process.heard, process.deadline = now, now + self.limit
-            job = process.jobs.pop(number, None)  # a reward that forked answers twice
-            if self.setup.asynchronous:
+            self.seconds_per_call += 0.1 * (max(now - process.active_at, 1e-5) - self.seconds_per_call)
+            process.active_at, process.deadline = now, now + self.limit
+            job = process.jobs.pop(number, None)  # None: a reward that forked sent a second result
+            if self.config.asynchronous:
                 self._dispatch(process)
         if job:
             outcomes, counts = content
@@ -278,57 +292,59 @@ class Pool:
             job.future.set_result((outcomes, job.counts))
         return process
 
-    def _lose(self, process: Process, late: bool) -> None:
-        """Kill a process that is late, or end one that died, and decide about its calls."""
-        asked = process.jobs.get(process.question[0]) if process.question else None
-        if late and not asked and not self.shown:
-            self.shown = True
-            print("a reward is late; where it is:", file=sys.stderr)
-            process.popen.send_signal(signal.SIGUSR2)  # faulthandler writes it, whatever holds the interpreter
+    def _handle_death(self, process: WorkerProcess, timed_out: bool) -> None:
+        """Kill a worker that timed out or died, and fail or requeue its calls."""
+        comparing = process.jobs.get(process.question[0]) if process.question else None
+        if timed_out and not comparing and not self.logged_late_stack:
+            self.logged_late_stack = True
+            print("a reward timed out; its stack:", file=sys.stderr)
+            process.popen.send_signal(signal.SIGUSR2)  # faulthandler prints it, whatever holds the interpreter
             time.sleep(0.2)
-        how = process.end(0.0 if late else 1.0)
+        ending = process.kill(0.0 if timed_out else 1.0)
         with self.changed:
             self.processes.remove(process)
             jobs = list(process.jobs.values())
-            if asked:  # the answer that math-verify looked at is wrong: no failure
-                asked.counts.update(["cas", "cas_timeout" if late else "cas_crash"])
-                self.late.append((asked.call.round, process.question[1]))
-            guilty = jobs[:1] if not asked and (len(jobs) == 1 or not self.setup.asynchronous) else []
-            again = jobs[len(guilty) :]
-            for job in again:
-                job.suspect = not guilty and not asked
-            self.waiting.extendleft(reversed(again))
-            self.changed.notify_all()  # this thread's next process may not start
-        for job in guilty:
-            results = fail(job.call, "errors", "ended process", f"the reward ended its process, {how}")
-            results = fail_late(job.call, self.setup.limit) if late else results
-            job.future.set_result((results, job.counts))
+            if comparing:  # it died within math-verify: the answer is wrong, and the call is retried
+                comparing.counts.update(["cas", "cas_timeout" if timed_out else "cas_crash"])
+                self.timed_out.append((comparing.call.batch_id, process.question[1]))
+            failed = jobs[:1] if not comparing and (len(jobs) == 1 or not self.config.asynchronous) else []
+            retried = jobs[len(failed) :]
+            for job in retried:
+                job.suspect = not failed and not comparing
+            self.waiting.extendleft(reversed(retried))
+            self.changed.notify_all()  # other threads take these calls if this one cannot start a new worker
+        for job in failed:
+            outcomes = fail_call(job.call, "errors", "ended process", f"the reward ended its worker process, {ending}")
+            outcomes = fail_timed_out(job.call, self.config.limit) if timed_out else outcomes
+            job.future.set_result((outcomes, job.counts))
 
 
-class InProcess:
-    """Makes calls in this process, when `run` is called and without time limits: for debuggers."""
+class InProcessPool:
+    """A stand-in for a WorkerPool that makes the calls in this process, for debuggers: when `run` is called, and
+    without time limits."""
 
-    def __init__(self, functions: Mapping[str, Function]):
+    def __init__(self, functions: Mapping[str, RewardFunction]):
         self.functions = functions
-        self.waiting: deque[tuple[Call, Future[Result]]] = deque()
-        self.runner = asyncio.Runner()  # kept: what an async function opens belongs to its loop
+        self.waiting: deque[tuple[RewardCall, Future[Result]]] = deque()
+        self.runner = asyncio.Runner()  # one for all calls: connections of async functions belong to its event loop
 
-    def submit(self, call: Call) -> Future[Result]:
+    def submit(self, call: RewardCall) -> Future[Result]:
+        """Queue a call and return the future of its result."""
         self.waiting.append((call, Future()))
         return self.waiting[-1][1]
 
     def run(self) -> None:
-        """Make all calls that were submitted, one after the other."""
-        late: set[Any] = set()
+        """Make all queued calls, one after the other."""
+        timed_out: set[Any] = set()
         while self.waiting:
             call, future = self.waiting.popleft()
-            function = function_of(call.key, self.functions)
-            with Counting(late) as counted:
+            function = get_function(call.key, self.functions)
+            with Counting(timed_out) as counting:
                 if function.asynchronous:
-                    outcomes = self.runner.run(run_async(function, call, None), context=copy_context())
+                    outcomes = self.runner.run(call_function_async(function, call, None), context=copy_context())
                 else:
-                    outcomes = run(function, call)
-            future.set_result((outcomes, counted.counts))
+                    outcomes = call_function(function, call)
+            future.set_result((outcomes, counting.counts))
 
     def close(self) -> None:
         self.runner.close()

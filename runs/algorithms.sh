@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The demo's RL stage with every algorithm on three seeds: do all of them lift the same half-competent toys? Each seed
-# has one warm start, shared by all. Writes out/algorithms/table.md. CPU, one process, about half a minute a run once
-# the starts are made. Further flags go to each run.   ALGOS="ppo dapo" SEEDS="0 1" runs/algorithms.sh
-# --short as the first argument: one algorithm, one tiny step, to see that all of it runs.
+# Train the demo's toy model by RL with every algorithm on three seeds: do all of them improve the same warm starts?
+# Each seed has one warm start, which all algorithms share. Writes out/algorithms/table.md. CPU, one process, about half
+# a minute per run after the warm starts. Further flags are passed to each run.
+#   ALGOS="ppo dapo" SEEDS="0 1" runs/algorithms.sh
+# --short as the first argument: one algorithm and one tiny step, only to check that everything runs.
 #
-# All share the demo's lr of 2e-4 and its other settings. What else is given to them, and why:
-#   gspo, cispo, sapo   4 minibatches a step: in a single update every ratio is 1, and their losses would be GRPO's
-#   ppo                 a critic lr of 1e-3: the default of 1e-5 is for large models, and 60 steps of it move no toy
+# All use the demo's lr of 2e-4 and its other settings, with these additions:
+#   gspo, cispo, sapo   4 minibatches per step: in a single update every ratio is 1, and their losses would equal GRPO's
+#   ppo                 a critic lr of 1e-3: the default of 1e-5 suits large models and hardly changes a toy in 60 steps
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -51,7 +52,7 @@ def mean(values):
     return f"{statistics.fmean(values):.3f} ± {error:.3f}"
 
 
-print("| algorithm | before RL | after | each seed | steps to reward 0.9 | steps | samples a step | s a run |")
+print("| algorithm | before RL | after | each seed | steps to reward 0.9 | steps | samples per step | s per run |")
 print("|---|--:|--:|---|--:|--:|--:|--:|")
 for algo in sys.argv[2:]:
     paths = sorted(Path(sys.argv[1]).glob(f"seed*/{algo}/metrics.jsonl"))
@@ -60,8 +61,8 @@ for algo in sys.argv[2:]:
     after = [rows[-1]["eval/accuracy"] for rows in runs]
     reached = [next((str(row["step"]) for row in rows if row.get("reward/mean", 0.0) >= 0.9), "-") for rows in runs]
     seconds = statistics.fmean(sum(row.get("time/step", 0.0) for row in rows) for rows in runs)
-    rounds = statistics.fmean(row.get("sampling/rounds", 1.0) for row in chain.from_iterable(rows[1:] for rows in runs))
+    batches = statistics.fmean(row.get("sampling/batches", 1.0) for row in chain.from_iterable(rows[1:] for rows in runs))
     each = ", ".join(f"{x:.3f}" for x in after)
     print(f"| {algo} | {mean(before)} | **{mean(after)}** | {each} | {', '.join(reached)} | {runs[0][-1]['step']} | "
-          f"{256 * rounds:.0f} | {seconds:.0f} |")
+          f"{256 * batches:.0f} | {seconds:.0f} |")
 PY

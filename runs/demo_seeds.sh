@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The demo on three seeds: does RL lift a half-competent toy to one that looks, whatever the seed?
-# CPU, 2 cores, about five minutes a seed. Further flags go to each run, e.g. --family qwen3_vl; what has a
-# summary.json is not run again. --short as the first argument: one seed, with demo.py's --short.
+# Run the demo on three seeds: does RL teach the toy model to use the image on every seed?
+# CPU, 2 cores, about five minutes per seed. Further flags are passed to each run, e.g. --family qwen3_vl. Seeds that
+# have a summary.json are skipped. --short as the first argument: one seed, with demo.py's --short.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-out} seeds="0 1 2"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Geometry3K with Qwen2.5-VL-7B on 8 GPUs, with the batch, lengths and learning rate of verl's recipe. Not yet measured.
-# --short as the first argument: one step of a toy on one process, to see that all of it runs.
+# Train Qwen2.5-VL-7B on Geometry3K on 8 GPUs, with the batch, lengths and learning rate of verl's recipe. Not yet
+# measured. --short as the first argument: one step of a toy model on one process, only to check that everything runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-out} model=Qwen/Qwen2.5-VL-7B-Instruct processes=8 source=(--input hiyouga/geometry3k)
@@ -17,5 +17,5 @@ done
 torchrun --nproc-per-node $processes train.py --model "$model" \
     --data "$out/geo3k_train.parquet" --eval-data "$out/geo3k_test.parquet" --out "$out/geo3k_7b" \
     --prompts-per-step 512 --group-size 5 --minibatches 4 --steps 60 --lr 1e-6 \
-    --max-prompt-tokens 1024 --max-new-tokens 2048 --micro-tokens 8192 --grad-checkpointing \
+    --max-prompt-tokens 1024 --max-new-tokens 2048 --micro-tokens 8192 --gradient-checkpointing \
     --eval-every 5 --save-every 20 --resume auto "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# GeoSpot's five stages, their first steps divided by 50, on the toy of runs/tasks.sh: one run as it is, one killed in
-# stage 3 and resumed. Are their metrics and weights the same? CPU, a few minutes.
-# --short as the first argument: with an untrained toy and tiny steps, to see that all of it runs.
+# Train on GeoSpot's five curriculum stages (first steps divided by 50) with the toy model of runs/tasks.sh: one run
+# without interruption, and one that is killed in stage 3 and resumed. Their metrics and weights must be the same. CPU,
+# a few minutes. --short as the first argument: an untrained toy model and tiny steps, only to check that it runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -23,7 +23,7 @@ from tasks.geospot import CURRICULUM
 stages = [stage | {"from": stage["from"] // 50} for stage in CURRICULUM]
 json.dump({"stages": stages}, open(sys.argv[1], "w"), indent=1)
 PY
-run() { # in a subshell, whose process it becomes
+run() { # called in a subshell, whose process it replaces
     exec python train.py --model "$toy/start" --data "$toy/train.parquet" --out "$out/$1" --curriculum "$out/stages.json" \
         --steps 24 --prompts-per-step 16 --group-size 8 --max-new-tokens 48 --lr 2e-4 --warmup-steps 5 \
         --micro-tokens 2048 --save-every 3 "${more[@]}" "${@:2}"
@@ -38,7 +38,7 @@ echo "killed after $(tail -n 1 "$out/cut/metrics.jsonl" | cut -d, -f1)}, in stag
 (run cut --resume auto > "$out/resumed.log")
 grep -h "curriculum: after\|resumed from" "$out/resumed.log"
 for name in whole cut; do python merge_lora.py "$out/$name" --out "$out/$name-hf" > /dev/null; done
-cmp "$out/whole-hf/model.safetensors" "$out/cut-hf/model.safetensors" && echo "weights: the same, byte for byte"
+cmp "$out/whole-hf/model.safetensors" "$out/cut-hf/model.safetensors" && echo "weights: identical, byte for byte"
 python - "$out" <<'PY'
 import json, sys
 from pathlib import Path
@@ -51,11 +51,12 @@ def rows(name):
 
 whole, cut = rows("whole"), rows("cut")
 assert whole == cut, "the metrics differ"
-print(f"metrics: {len(whole)} rows of {len(whole[0])} or more numbers, all the same")
+print(f"metrics: {len(whole)} rows of {len(whole[0])} or more numbers, all identical")
 print("\n| stage | steps | reward | country | region | city | coordinates |\n|--:|---|--:|--:|--:|--:|--:|")
 for stage in range(5):
-    of = [row for row in whole if row.get("curriculum/stage") == stage]
+    rows_of_stage = [row for row in whole if row.get("curriculum/stage") == stage]
     parts = ("reward", "country", "region", "city", "coordinates")
-    means = [sum(row[f"reward/geospot/{part}"] for row in of) / len(of) for part in parts]
-    print(f"| {stage} | {of[0]['step']} to {of[-1]['step']} | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
+    means = [sum(row[f"reward/geospot/{part}"] for row in rows_of_stage) / len(rows_of_stage) for part in parts]
+    print(f"| {stage} | {rows_of_stage[0]['step']} to {rows_of_stage[-1]['step']} | "
+          + " | ".join(f"{mean:.2f}" for mean in means) + " |")
 PY

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Does RL learn to use a tool? look_closer's demo on three seeds, and what the best policy without the tool could earn.
-# Writes out/look_closer/table.md and curve.png. CPU, two processes, two to three minutes a seed.
+# Does RL learn to use a tool? Run the demo of look_closer on three seeds, and compute the accuracy of the best policy
+# that does not use the tool. Writes out/look_closer/table.md and curve.png. CPU, two processes, two to three minutes per
+# seed.
 # --short as the first argument: one seed, with demo.py's --short.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -28,11 +29,11 @@ import matplotlib.pyplot as plt
 from envs.look_closer import scenes
 
 out = Path(sys.argv[1])
-# What is shown at first is the same bytes whatever the answer is, so without a look the best is one answer to all
-truths = Counter(asked[0][3] for _, asked in islice(scenes("test", 0), 400))
+# The first image has the same bytes whatever the answer is, so the best policy that never looks gives one fixed answer
+truths = Counter(questions[0][3] for _, questions in islice(scenes("test", 0), 400))
 blind = truths.most_common(1)[0][1] / 400
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
-print("| seed | accuracy before RL, greedy | after | sampled, first step → last | episodes that look | tokens an episode |")
+print("| seed | accuracy before RL, greedy | after | sampled, first step → last | episodes that look | tokens per episode |")
 print("|---|--:|--:|--:|--:|--:|")
 for seed in sys.argv[2:]:
     summary = json.loads((out / f"seed{seed}" / "summary.json").read_text())
@@ -45,9 +46,9 @@ for seed in sys.argv[2:]:
     tokens = [row["response/tokens"] for row in (rows[0], rows[-1])]
     print(f"| {seed} | {summary['accuracy_before']:.4f} | **{summary['accuracy_after']:.3f}** | {accuracy[0]:.3f} → "
           f"{accuracy[-1]:.3f} | {looks[0]:.2f} → {looks[-1]:.2f} | {tokens[0]:.1f} → {tokens[1]:.1f} |")
-print(f"\nthe best policy that never looks: {blind:.4f}")
-axes[0].axhline(blind, color="grey", linestyle="--", label="best without a look")
-for axis, title in zip(axes, ("accuracy of sampled episodes", "share of episodes that look"), strict=True):
+print(f"\naccuracy of the best policy that never looks: {blind:.4f}")
+axes[0].axhline(blind, color="grey", linestyle="--", label="best without looking")
+for axis, title in zip(axes, ("accuracy of sampled episodes", "fraction of episodes that look"), strict=True):
     axis.set(title=title, xlabel="RL step", ylim=(-0.02, 1.02))
     axis.grid(alpha=0.3)
 axes[0].legend(frameon=False)

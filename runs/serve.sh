@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Rollout servers on this machine, one for each GPU (or TP of them), on ports from PORT on; they end with this script.
+# Start rollout servers on this machine, one per GPU (or per TP GPUs), on ports from PORT on. They stop with this script.
 #   N=8 PORT=8000 runs/serve.sh --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet --max-new-tokens 2048
-# PYTHON is that of an environment with vLLM. The flags are train.py's, as far as servers have to agree with it; then train with
+# PYTHON must be from an environment with vLLM. Pass those flags of train.py on which servers must agree, then train with
 #   --rollout server --servers http://127.0.0.1:8000 ... http://127.0.0.1:8007
-# HOST=0.0.0.0 lets other machines in, and with them whoever reaches the port: docs/scale.md. DRY=1 only prints, as does --short
-# as the first argument, which makes a toy for two servers.
+# HOST=0.0.0.0 accepts other machines, and so anyone who can reach the port: see docs/scale.md. DRY=1 only prints the
+# commands. --short as the first argument builds a toy model and prints the commands of two servers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 N=${N:-1} TP=${TP:-1} PORT=${PORT:-8000} HOST=${HOST:-127.0.0.1} PYTHON=${PYTHON:-python}

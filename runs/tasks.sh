@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The demo of every task on three seeds: does RL lift each toy, and does it look? Writes out/tasks/table.md. CPU, one
-# process a run, JOBS runs at a time, three to seven minutes a run; what has a summary.json is not run again.
+# Run the demo of every task on three seeds: does RL improve each toy model, and does the model use the image? Writes
+# out/tasks/table.md. CPU, one process per run, JOBS runs in parallel, three to seven minutes per run. Runs that have a
+# summary.json are skipped.
 #   TASKS="vqa digits" SEEDS="0 1" JOBS=1 runs/tasks.sh
 # --short as the first argument: one task, one seed, with demo.py's --short.
 set -euo pipefail
@@ -32,7 +33,7 @@ def mean(values):
     return f"{statistics.fmean(values):.3f} ± {error:.3f}"
 
 
-print("| task | metric | before RL | after | each seed | blank images | RL steps | RL, s | all stages, s |")
+print("| task | metric | before RL | after | each seed | blank images | RL steps | RL, s | whole demo, s |")
 print("|---|---|--:|--:|---|--:|--:|--:|--:|")
 for task in sys.argv[2:]:
     runs = [json.loads(path.read_text()) for path in sorted(Path(sys.argv[1], task).glob("seed*/summary.json"))]

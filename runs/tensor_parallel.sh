@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# How far are losses and gradients of --tp 2 on 2 and 4 processes from those of one process? All families' toys, five
-# settings each; in fp32, and with `float64` as an argument in double precision. CPU, 2 cores, about five minutes.
-# Further flags go to every setting. --short as the first argument: one family, one setting, 1 and 2 processes.
+# Compare losses and gradients of --tp 2 on 2 and 4 processes with those of one process, for toy models of all families
+# in five settings each. In fp32, or in double precision with `float64` as an argument. CPU, 2 cores, about five
+# minutes. Further flags are passed to every setting. --short as the first argument: one family, one setting, 1 and 2
+# processes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -13,10 +14,10 @@ if [ "${1:-}" = --short ]; then
     shift
 fi
 COMMON="--micro-tokens 130 --tp 2 $*"
-CASES="$COMMON --train-vision all / $COMMON --lora-rank 4 --train-vision tower --grad-checkpointing
+CASES="$COMMON --train-vision all / $COMMON --lora-rank 4 --train-vision tower --gradient-checkpointing
     / $COMMON --algo gspo --kl-coef 0.1 --entropy-coef 0.01
     / $COMMON --algo ppo --algo-args critic=separate --kl-coef 0.1 --train-vision merger
-    / $COMMON --algo ppo --algo-args tis_cap=1.5 tis_mask=0.5,2"
+    / $COMMON --algo ppo --algo-args tis_cap=1.5 ratio_mask=0.5,2"
 [ -z "$short" ] || CASES="$COMMON --train-vision all"
 for family in ${FAMILIES:-qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe}; do
     $PYTHON - "$OUT/$family" "$family" <<'PY'

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Does RL learn the same with vLLM's rollouts as with transformers'? The demo's RL stage on three seeds, each from one
-# warm start, once with each engine. CPU, 2 cores, about five minutes a seed; needs the environment of `make test-vllm`.
-# Further flags go to each train.py. --short as the first argument: one tiny step on one seed, both times with
-# transformers' engine, so that it needs no vLLM.
+# Does RL learn equally well with vLLM's rollouts as with transformers'? Train the demo's toy model by RL on three
+# seeds, with each engine from the same warm start. CPU, 2 cores, about five minutes per seed; needs the environment of
+# `make test-vllm`. Further flags are passed to each train.py. --short as the first argument: one tiny step on one seed,
+# both times with transformers' engine, so that vLLM is not needed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv-vllm/bin/python}
@@ -44,8 +44,8 @@ for engine in ("hf", "vllm"):
         print(f"{engine:<4} seed {seed}: accuracy {' '.join(f'{a:.3f}' for a in accuracy.values())}; "
               f"mean reward {means['reward/mean']:.3f}; rollout {means['time/rollout']:.2f} s, "
               f"update {means['time/update']:.2f} s, sync {means['time/sync']:.3f} s; "
-              f"max |dlogp| {max(r.get('rollout/max_abs_dlogp', 0.0) for r in steps):.1e}")
-print("largest difference between the engines on one seed, and between seeds with one engine, by step:")
+              f"max |dlogp| {max(r.get('mismatch/max_abs_logprob_diff', 0.0) for r in steps):.1e}")
+print("by step: largest difference in accuracy between engines on one seed, and between seeds with one engine")
 for step in runs["hf", seeds[0]]:
     engines = max(abs(runs["hf", s][step] - runs["vllm", s][step]) for s in seeds)
     pairs = [pair for pair in combinations(runs, 2) if pair[0][0] == pair[1][0]]

@@ -1,4 +1,4 @@
-"""Rows of text files, jsonl and csv, as found. A row that cannot be read is a text that says why."""
+"""Unchecked rows of JSON Lines and CSV files. A row that cannot be read is represented by a string with the reason."""
 
 import csv
 import io
@@ -7,28 +7,29 @@ import re
 from collections.abc import Iterator
 from functools import partial
 
-from errors import UserError, need, refusing
-from sources.remote import RemoteFile, refusing_remote
+from errors import UserError, as_user_error, need
+from sources.remote import RemoteFile, remote_read_errors
 from sources.tables import MAX_ROW_BYTES, File, Record
 
 
 def text_lines(file: File) -> Iterator[str]:
-    """Lines of a text file, newlines kept. Bytes that are no UTF-8 become what no text in UTF-8 can hold."""
-    how = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
-    with refusing(OSError, f"--input {file}"):
-        lines = io.TextIOWrapper(file.open(), **how) if isinstance(file, RemoteFile) else open(file, **how)
-    with lines, refusing_remote(f"--input {file}"):
+    """Yield the lines of a text file with their newlines. Bytes that are not valid UTF-8 become lone surrogates, which
+    are found when the row is checked."""
+    options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    with as_user_error(OSError, f"--input {file}"):
+        lines = io.TextIOWrapper(file.open(), **options) if isinstance(file, RemoteFile) else open(file, **options)
+    with lines, remote_read_errors(f"--input {file}"):
         for number, line in enumerate(iter(partial(lines.readline, MAX_ROW_BYTES), ""), 1):
             need(len(line) < MAX_ROW_BYTES, f"--input {file} line {number}: over {MAX_ROW_BYTES} characters; split it")
             yield line
 
 
 def jsonl_records(file: File) -> Iterator[tuple[str, Record]]:
-    """The place and the row of each line that is not blank."""
+    """Yield (location, row) of each line that is not blank, such as ("line 3", {"prompt": ...})."""
     for line, text in enumerate(text_lines(file), 1):
         need(line > 1 or not re.match(r"\s*\[\s*(\{|$)", text),
-             f"{file} is one JSON array; write an object with prompt, images and answer on each line, as by: jq -c "
-             f"'.[]' {file} > rows.jsonl")
+             f"{file} is one JSON array; write an object with prompt, images and answer on each line, for example "
+             f"with: jq -c '.[]' {file} > rows.jsonl")
         if text.strip():
             try:
                 row = json.loads(text)
@@ -39,7 +40,7 @@ def jsonl_records(file: File) -> Iterator[tuple[str, Record]]:
 
 
 def csv_records(file: File) -> Iterator[tuple[str, Record]]:
-    """The place and the row of each line that is not blank, after the header that names the columns."""
+    """Yield (location, row) of each line that is not blank, after the header line that names the columns."""
     csv.field_size_limit(MAX_ROW_BYTES)  # base64 cells
     reader = csv.reader(text_lines(file))
     columns = next(reader, [])

@@ -1,7 +1,7 @@
-"""Whether math-verify calls two LaTeX strings the same, within TIMEOUT_S whatever they are.
+"""The comparison of two LaTeX strings by math-verify, limited to TIMEOUT_S for any input.
 
-sympy can sit in one C call for hours without noticing a Python signal, so it runs in processes that are ended when they
-are late: those that grade (rewards/pool.py), or one of its own where a reward is called elsewhere.
+sympy can spend hours in one C call without noticing a Python signal, so it runs only in processes that are killed when
+they exceed a time limit: the reward workers (rewards/pool.py), or a separate process if a reward is called elsewhere.
 """
 
 import importlib
@@ -17,49 +17,51 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from reward import COUNTING, Counting, Failure, count
-from rewards.call import Call, Item, Setup
-from rewards.pool import Pool
+from reward import COUNTING, Counting, RewardFailure, count
+from rewards.call import RewardCall, RewardInput, WorkerConfig
+from rewards.pool import WorkerPool
 
 TIMEOUT_S = 3.0  # wall-clock seconds for one comparison
-MAX_LATE = 7  # comparisons of a round that may be late; after them none is made
-START_S = 120.0  # importing sympy takes half a second from a local disk, far longer from a busy network one
-MEMORY = 4 << 30  # bytes of address space that a comparison may take (Linux)
+MAX_LATE_COMPARISONS = 7  # after this many timeouts in a batch no further comparison of that batch is made
+# Importing sympy takes half a second from a local disk, but far longer from a busy network disk.
+CHILD_STARTUP_TIMEOUT_S = 120.0
+MEMORY = 4 << 30  # bytes of address space that a comparison may add to its process (Linux)
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, SyntaxError,
-            TypeError, ValueError)  # what sympy raises for what a policy wrote
+            TypeError, ValueError)  # exceptions of sympy for text that a policy wrote
 
 
-def same(prediction: str, truth: str) -> bool:
-    """Return whether math-verify calls two LaTeX strings the same; False, and counted, if it is late or fails."""
+def same_latex(prediction: str, truth: str) -> bool:
+    """Return whether math-verify considers two LaTeX strings equal. If it times out or fails, count that and return
+    False."""
     state = COUNTING.get(Counting())
     question = (prediction, truth)
     if question in state.late:
         return False
-    if len(state.late) >= MAX_LATE:
+    if len(state.late) >= MAX_LATE_COMPARISONS:
         count("cas_budget")
         return False
     if state.limit is None:
-        return ask(question, state)
+        return compare_in_own_process(question, state)
     if "math_verify" not in sys.modules:
-        with state.time_limit(START_S):
+        with state.time_limit(CHILD_STARTUP_TIMEOUT_S):
             importlib.import_module("math_verify")
     try:
-        return compare(*question)
+        return compare_latex(*question)
     except FAILURES:
         count("cas_crash")
         return False
 
 
-def ask(question: tuple[str, str], state: Counting) -> bool:
-    """Compare in a process of math-verify's own."""
+def compare_in_own_process(question: tuple[str, str], state: Counting) -> bool:
+    """Return whether a (prediction, truth) pair is equal, as compared by a separate process for math-verify."""
     prediction, truth = question
-    item = Item(prediction, SimpleNamespace(ground_truth=truth, uid=""), "")
-    call = Call(time.monotonic_ns(), KEY, [item])  # a round of its own: the pool remembers nothing
+    item = RewardInput(prediction, SimpleNamespace(ground_truth=truth, uid=""), "")
+    call = RewardCall(time.monotonic_ns(), KEY, [item])  # a new batch id: the pool remembers no timeouts for it
     [outcome], counts = own_pool(os.getpid()).submit(call).result()
     state.counts.update(counts)
     if counts["cas_timeout"]:
         state.late.add(question)
-    if isinstance(outcome, Failure):
+    if isinstance(outcome, RewardFailure):
         if outcome.what != "ended process":
             raise outcome.exception()
         count("cas_crash")
@@ -71,37 +73,38 @@ KEY = f"{Path(__file__).resolve()}:same_reward"
 
 
 def same_reward(response: str, example: Any) -> float:
-    """A reward, for the process of `ask`."""
-    return same(response, example.ground_truth)
+    """Compare a response with the ground truth: the reward function that `compare_in_own_process` calls."""
+    return same_latex(response, example.ground_truth)
 
 
 @cache
-def own_pool(pid: int) -> Pool:
-    """Return the one of this process: a forked copy must not share it."""
-    return Pool(1, Setup([KEY], None, False, START_S))
+def own_pool(pid: int) -> WorkerPool:
+    """Return the pool of the process `pid`. It is cached by pid because a forked process must not share it."""
+    return WorkerPool(1, WorkerConfig([KEY], None, False, CHILD_STARTUP_TIMEOUT_S))
 
 
-# --- in a process that can be ended -------------------------------------------------------------------------------
+# --- in a process that can be killed -------------------------------------------------------------------------------
 
 
-@lru_cache(4096)  # a group repeats its answers
-def compare(prediction: str, truth: str) -> bool:
+@lru_cache(4096)  # responses of a group often repeat an answer
+def compare_latex(prediction: str, truth: str) -> bool:
+    """Return whether math-verify considers two LaTeX strings equal, within the limits of time and memory."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     count("cas")
     with COUNTING.get().time_limit(TIMEOUT_S, (prediction, truth)), limited_memory():
-        # math-verify's own timeouts are off: they use SIGALRM, and a C loop never sees them.
+        # math-verify's own timeouts are off: they use SIGALRM, which does not interrupt a loop in C.
         texts = [f"${text.strip().strip('$')}$" for text in (prediction, truth)]
         answer, expected = (parse(text, [LatexExtractionConfig()], parsing_timeout=None) for text in texts)
-        readable = bool(answer and expected) and has_value(answer[0])
-        return readable and verify(expected, answer, float_rounding=12, timeout_seconds=None)
+        parsable = bool(answer and expected) and has_value(answer[0])
+        return parsable and verify(expected, answer, float_rounding=12, timeout_seconds=None)
 
 
 @contextmanager
 def limited_memory() -> Iterator[None]:
-    """Give what is done inside MEMORY bytes more than this process has."""
+    """Limit the address space inside the `with` block to what the process uses now plus MEMORY bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY
@@ -113,7 +116,8 @@ def limited_memory() -> Iterator[None]:
 
 
 def has_value(expression: object) -> bool:
-    """Return whether it holds no division by zero and no logarithm of it: sympy takes 48 + 0 * 0^{-1} for 48."""
+    """Return whether a sympy expression contains no division by zero and no logarithm of zero: sympy simplifies
+    48 + 0 * 0^{-1} to 48."""
     import sympy
 
     if not isinstance(expression, sympy.Basic):

@@ -1,7 +1,8 @@
-"""Names of regions that English and the region itself write differently. The name begins with _ because it is no task.
+"""Other names of regions, such as English ones, for the geospot task. The file name begins with _: this is no task.
 
-A line is an ISO 3166-1 code, other names, and a name, in the plain form of tasks/geospot.py. The name is one of ISO
-3166-2 as pycountry has it (a test looks each of them up); the others are English exonyms, or another language's.
+Each line of TABLE is an ISO 3166-1 country code, other names (separated by |), and the region's name, all in the form
+that `normalize_name` in tasks/geospot.py returns. The region's name is that of ISO 3166-2 in pycountry (a test looks up
+each of them); the other names are English, or of another language.
 """
 
 TABLE = """
@@ -164,7 +165,7 @@ UA kiev = kyiv
 UA kyiv oblast|kiev oblast|kyiv region = kyivska
 """
 
-REGION_NAMES: dict[str, list[tuple[str, str]]] = {}  # by country: (other name, name)
+REGION_NAMES: dict[str, list[tuple[str, str]]] = {}  # country code -> (other name, name) pairs
 for line in TABLE.strip().splitlines():
     others, name = line[3:].split(" = ")
     REGION_NAMES.setdefault(line[:2], []).extend((other, name) for other in others.split("|"))

@@ -1,8 +1,8 @@
-"""Handwritten digits: one to four of them in an image, and a question about them. Real pen strokes.
+"""The digits task: a question about an image with one to four handwritten digits, which are real pen strokes.
 
 The digits ship with scikit-learn (`load_digits`): the 1,797 of the test set of "Optical Recognition of Handwritten
 Digits" by E. Alpaydin and C. Kaynak (UCI Machine Learning Repository, 1998, doi.org/10.24432/C50P49, CC BY 4.0), 8 by 8
-pixels each, written by 13 people. A fifth of them is for the test split alone: no digit occurs in train and test.
+pixels each, written by 13 people. A fifth of them is only in the test split: no digit is in both train and test.
 """
 
 import hashlib
@@ -12,36 +12,38 @@ from typing import Any
 
 from PIL import Image
 
-from errors import refusing
-from prepare_data import MARK
+from errors import as_user_error
+from prepare_data import IMAGE_PLACEHOLDER
 from reward import register
-from tasks.shapes import CELL, Scene, boxed, exists, png, random_of, toy_of
+from tasks.shapes import CELL, Scene, encode_png, make_boxed_response, make_exists_question, make_split_rng, toy_of
 from tasks.vqa import answerable, vqa
 
 INSTRUCTION = r"Answer in \boxed{}."
 ANSWER_TYPES = ("count", "exists", "largest", "sum")
 DIGITS = [str(n) for n in range(10)]
 TEST_SHARE = 0.2
-SIZE = 24  # pixels of a digit, in a cell of 28
+SIZE = 24  # pixels per side of a digit, in a cell of 28
 CELLS = 4  # 2 by 2
-DEMO = {"see_steps": 700, "habit_steps": 60, "images": 40, "questions": 1, "steps": 40}  # of demo.py
+DEMO = {"see_steps": 700, "habit_steps": 60, "images": 40, "questions": 1, "steps": 40}  # settings of demo.py
 
 
 @register("digits", answerable=answerable)
 def digits(response: str, example: Any, finish_reason: str) -> dict[str, float]:
-    """As visual questions are graded: numbers by value, yes and no by meaning, several answers are wrong."""
+    """Grade as the vqa task does: numbers by value, yes and no by meaning; several answers are wrong."""
     return vqa(response, example, finish_reason)
 
 
 @cache
-def written_digits(test: bool) -> list[tuple[Image.Image, int]]:
-    """The digits of the test split, or all others: (black on white, which digit). The hash of its pixels decides where
-    a digit belongs, so that equal ones stay together."""
-    with refusing(ImportError, "digits come with scikit-learn; pip install -r requirements.txt"):
+def load_handwritten_digits(test: bool) -> list[tuple[Image.Image, int]]:
+    """Return the digits of the test split, or all others, as (black on white image, value) pairs.
+
+    The hash of a digit's pixels decides its split, so that equal digits are in the same split.
+    """
+    with as_user_error(ImportError, "the digits task needs scikit-learn; pip install -r requirements.txt"):
         from sklearn.datasets import load_digits
-    found = load_digits()
+    dataset = load_digits()
     kept = []
-    for pixels, digit in zip(found.images, found.target, strict=True):
+    for pixels, digit in zip(dataset.images, dataset.target, strict=True):
         strokes = (255 - 255 * pixels / 16).astype("uint8")
         if (hashlib.sha256(strokes.tobytes()).digest()[0] < 256 * TEST_SHARE) == test:
             kept.append((Image.fromarray(strokes).resize((SIZE, SIZE), Image.Resampling.BICUBIC), int(digit)))
@@ -49,12 +51,12 @@ def written_digits(test: bool) -> list[tuple[Image.Image, int]]:
 
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
-    """Endless digits, each in a cell of its own, a little out of place."""
-    rng = random_of("digits/", split, seed)
-    source = written_digits(split == "test")
+    """Yield endless images, whose digits are at random positions in separate cells, and the questions about them."""
+    rng = make_split_rng("digits/", split, seed)
+    source = load_handwritten_digits(split == "test")
     while True:
         image = Image.new("L", (2 * CELL, 2 * CELL), 255)
-        # the warm start learns to read single digits first
+        # half of the warm start's images have a single digit, so that it learns to read digits first
         chosen = rng.sample(source, rng.choice((1, 1, 1, 1, 2, 2, 3, 4)) if split == "warm" else rng.randint(1, CELLS))
         for (digit, _), cell in zip(chosen, rng.sample(range(CELLS), len(chosen)), strict=True):
             x, y = (corner * CELL + rng.randint(0, CELL - SIZE) for corner in (cell % 2, cell // 2))
@@ -63,13 +65,19 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
         absent = [digit for digit in DIGITS if int(digit) not in values]
         questions = [
             ("count", "How many digits are there?", str(len(values))),
-            exists(rng, "Is there a {}?", str(rng.choice(values)), absent),
+            make_exists_question(rng, "Is there a {}?", str(rng.choice(values)), absent),
             ("largest", "What is the largest digit?", str(max(values))),
             ("sum", "What is the sum of the digits?", str(sum(values))),
         ]
-        seen = " ".join(map(str, sorted(values)))
-        start = f"{MARK}{INSTRUCTION}"  # first, so that all questions about an image share it
-        yield [png(image)], [(kind, f"{start} {asked}", boxed(truth, seen), truth) for kind, asked, truth in questions]
+        thought = " ".join(map(str, sorted(values)))
+        prefix = f"{IMAGE_PLACEHOLDER}{INSTRUCTION}"  # it comes first so that all questions about an image share it
+        yield (
+            [encode_png(image)],
+            [
+                (kind, f"{prefix} {question}", make_boxed_response(truth, thought), truth)
+                for kind, question, truth in questions
+            ],
+        )
 
 
 toy = toy_of("digits", scenes, ANSWER_TYPES)

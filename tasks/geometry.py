@@ -1,10 +1,10 @@
-r"""Geometry problems with short answers: numbers, surds, units, ratios, points, relations, a letter of a choice.
+r"""The geometry task: short answers, such as numbers, surds, units, ratios, points, relations, a letter of a choice.
 
-A policy writes whatever it likes into the box, `9**9**9**9` included, so nothing here hands its text to a computer
-algebra system in this process. Answers are read by a small parser and evaluated to 80 digits under hard limits on
-length, depth and magnitude: it cannot hang. What needs more algebra than that (unknown LaTeX commands, sets, implicit
-equations) goes to math-verify, in a process that can be ended (_math_verify.py). `reward.count` counts every answer
-that could not be read, was refused, or timed out.
+A policy may write anything into the box, `9**9**9**9` included, so this process passes none of its text to a computer
+algebra system. A small parser reads answers and evaluates them to 80 digits under hard limits on length, depth and
+magnitude, so it cannot hang. Answers that need more algebra (unknown LaTeX commands, sets, implicit equations) go to
+math-verify, in a process that can be killed (_math_verify.py). `reward.count` counts every answer that could not be
+parsed, was refused, or timed out.
 """
 
 import decimal
@@ -26,24 +26,24 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from errors import need, plug_in
-from prepare_data import MARK, Raw, TaskConfig, table_rows
+from prepare_data import IMAGE_PLACEHOLDER, RawRow, ToyConfig, table_rows
 from reward import (
     MAX_ANSWER_CHARS,
-    SPECIAL_TOKEN,
+    SPECIAL_TOKEN_PATTERN,
+    accuracy_and_format_reward,
     closing_brace,
     count,
     extract_boxed,
     full_marks,
     register,
     unwrap_truth,
-    weighted,
 )
-from sources.images import read_file
-from sources.tables import data_files
+from sources.images import read_regular_file
+from sources.tables import expand_data_paths
 from tasks import _math_verify
-from tasks.shapes import ANGLES, COLOURS, SIDE, Scene, boxed, draw_angle, in_one_split, png, toy_of
+from tasks.shapes import ANGLES, COLOURS, SIDE, Scene, draw_angle, encode_png, in_one_split, make_boxed_response, toy_of
 
-MAX_NESTING = 80  # brackets, powers and commands in one answer; about six Python frames each, of 1000
+MAX_NESTING = 80  # brackets, powers and commands in one answer; each takes about six of Python's 1000 frames
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ INSTRUCTION = (
     "Only after that, state the final answer inside \\boxed{}."
 )
 DEFAULTS = {"prompt_key": "problem", "answer_key": "answer", "instruction": "geo3k"}
-ANSWER_TYPES = {  # the first pattern that a short answer matches as a whole; none: "other"
+ANSWER_TYPES = {  # type -> pattern; the first that matches all of an answer is its type, else "other"
     "pi": r".*(\\pi|π).*",
     "surd": r".*(\\sqrt|√).*",
     "integer": r"[+-]?(\d+|\d{1,3}(,\d{3})+)",
@@ -62,31 +62,34 @@ ANSWER_TYPES = {  # the first pattern that a short answer matches as a whole; no
 }
 
 
-def rows(cfg: TaskConfig) -> Iterator[Raw]:
-    """Geometry3K: the original folders, parquet shards, or a hub id (by default hiyouga/geometry3k)."""
+def rows(cfg: ToyConfig) -> Iterator[RawRow]:
+    """Return the rows of Geometry3K: its original folders, parquet shards, or a hub id (default hiyouga/geometry3k)."""
     inputs = cfg.input or ("hiyouga/geometry3k",)
     if not Path(inputs[0]).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", inputs[0]):
-        remote = plug_in("sources.remote", f"--input {inputs[0]}", "give files of this machine")
+        remote = plug_in("sources.remote", f"--input {inputs[0]}", "give local files")
         inputs = (remote.download(inputs[0], cfg.split),)
     folder = Path(inputs[0])
     folder = folder / cfg.split if (folder / cfg.split).is_dir() else folder
     problems = sorted((d for d in folder.glob("*") if d.name.isdecimal()), key=lambda d: int(d.name))
     if problems and len(inputs) == 1:
-        return (Raw(str(d), int(d.name), folder_record(d, cfg.split), root=d) for d in problems)
-    return shard_rows(data_files(inputs, cfg.split), cfg)
+        return (RawRow(str(d), int(d.name), folder_record(d, cfg.split), root=d) for d in problems)
+    return shard_rows(expand_data_paths(inputs, cfg.split), cfg)
 
 
 def folder_record(problem: Path, split: str) -> dict | str:
-    """One problem as InterGPS published it: NUMBER/data.json and NUMBER/img_diagram.png."""
+    """Return the row of a problem as InterGPS published it, NUMBER/data.json and NUMBER/img_diagram.png.
+
+    If the problem is invalid, return what is wrong instead.
+    """
     try:
-        data = json.loads(read_file(problem / "data.json"))
+        data = json.loads(read_regular_file(problem / "data.json"))
         answer = dict(zip("ABCDEFGH", data["choices"], strict=False))[data["answer"]]
-        found = data.get("data_type", split)
-        if found != split:  # never let test problems pass for training ones
-            return f"data_type is {found!r} but --split is {split!r}; pass --split {found}"
+        data_type = data.get("data_type", split)
+        if data_type != split:  # keeps test problems out of the training data
+            return f"data_type is {data_type!r} but --split is {split!r}; pass --split {data_type}"
         return {
             "data_source": "geo3k",
-            "problem": f"{MARK}{data['annotat_text']}",
+            "problem": f"{IMAGE_PLACEHOLDER}{data['annotat_text']}",
             "images": "img_diagram.png",
             "answer": answer,
             "answer_type": answer_type(answer),
@@ -98,37 +101,37 @@ def folder_record(problem: Path, split: str) -> dict | str:
         return f"data.json cannot be read: {e}"
 
 
-def shard_rows(files: list[Path], cfg: TaskConfig) -> Iterator[Raw]:
-    """Rows of the hub's shards: images, problem, answer, id, choices, ground_truth (a letter)."""
-    names = {"id": "index", "ground_truth": "letter"}
+def shard_rows(files: list[Path], cfg: ToyConfig) -> Iterator[RawRow]:
+    """Yield the rows of the hub's shards: images, problem, answer, id, choices, ground_truth (a letter)."""
+    new_names = {"id": "index", "ground_truth": "letter"}
     for raw in table_rows(files, cfg):
-        raw.name = ""  # its ids tell its rows apart
+        raw.name = ""  # the ids identify the rows
         if isinstance(raw.record, dict):
-            raw.record = {names.get(key, key): value for key, value in raw.record.items()}
+            raw.record = {new_names.get(key, key): value for key, value in raw.record.items()}
             answer = unwrap_truth(str(raw.record.get(cfg.answer_key)))
             raw.record |= {"data_source": "geo3k", "answer_type": answer_type(answer)}
         yield raw
 
 
 def answer_type(answer: str) -> str:
-    """Form of a short maths answer: integer, decimal, surd, fraction, pi or other."""
+    """Return the form of a short maths answer: integer, decimal, surd, fraction, pi or other."""
     text = re.sub(r"\s|\$|\^\\circ|\^\{\\circ\}|\\degree|°", "", answer)
     return next((kind for kind, pattern in ANSWER_TYPES.items() if re.fullmatch(pattern, text)), "other")
 
 
-# --- what cannot be graded --------------------------------------------------------------------------------------------
+# --- errors of the parser ---------------------------------------------------------------------------------------------
 
 
-class Unreadable(ValueError):
-    """Not an expression this file can read."""
+class ExpressionError(ValueError):
+    """Error for text that the parser cannot read as an expression."""
 
 
-class Refused(Unreadable):
-    """Too long, deep or large."""
+class ExpressionTooLarge(ExpressionError):
+    """Error for an expression that is too long, deep or large."""
 
 
-class NeedsAlgebra(Unreadable):
-    """Beyond the parser, but perhaps a fair answer: math-verify decides."""
+class NeedsAlgebra(ExpressionError):
+    """Error for an expression that the parser does not support but math-verify may, so math-verify decides."""
 
 
 # --- normalising LaTeX --------------------------------------------------------------------------------------------
@@ -136,24 +139,24 @@ class NeedsAlgebra(Unreadable):
 CHARACTERS = dict(zip("º˚⁻−–—×·⋅∙•÷⁄∕∶⩽⩾≃≅$~’′", "°°----*****///:≤≥≈≈  ''", strict=True))
 CHARACTERS |= {"√": "\\sqrt ", "∛": "\\sqrt[3] ", "½": "\\frac12", "⅓": "\\frac13", "⅔": "\\frac23"}
 CHARACTERS = str.maketrans(CHARACTERS | {"¼": "\\frac14", "¾": "\\frac34"})
-MEANINGS = {
+COMMAND_SYNONYMS = {
     "\\frac ": "frac dfrac tfrac cfrac sfrac nicefrac", "^": "textsuperscript",
     "*": "cdot times ast", "/": "div", ":": "colon", "±": "pm mp", "": "!",
     "≈": "approx simeq cong sim", "≤": "le leq leqslant", "≥": "ge geq geqslant", "<": "lt", ">": "gt",
     "≠": "ne neq", "=": "equiv in", "∪": "cup", "∞": "infty", "…": "ldots dots cdots dotsc", " or ": "lor vee",
     "%": "%", "∠": "angle measuredangle", "△": "triangle", "°": "circ degree deg textdegree", "'": "prime",
     "π": "pi", "α": "alpha", "β": "beta", "γ": "gamma", "θ": "theta", "φ": "phi varphi",
-    ";": "quad qquad",  # inside an answer it stands between two, and is no product
+    ";": "quad qquad",  # inside an answer it separates two answers, and is not a product
     " ": "$ ( ) [ ] , ; : displaystyle textstyle left right big Big bigl bigr Bigl Bigr bigg Bigg",
 }  # fmt: skip
-COMMANDS = {name: meaning for meaning, names in MEANINGS.items() for name in names.split()} | {" ": " "}
+COMMANDS = {name: meaning for meaning, names in COMMAND_SYNONYMS.items() for name in names.split()} | {" ": " "}
 WRAPPERS = """
 text textbf textit textrm textsf texttt textup textnormal emph mbox operatorname overline underline widehat overarc
 overparen arc mathrm mathbf mathit mathsf bm boldsymbol bf it rm sf large Large LARGE huge Huge
 """.split()
 
 
-def repeating(match: re.Match) -> str:
+def repeating_to_fraction(match: re.Match) -> str:
     r"""Return the fraction that a repeating decimal equals: `0.1\overline{6}` or `0.(6)`."""
     whole, digits, *repeated = (part or "" for part in match.groups())
     first, period = whole + digits, "".join(repeated)
@@ -162,7 +165,7 @@ def repeating(match: re.Match) -> str:
 
 REWRITES = [
     (r"\\\\(?=[A-Za-z])", r"\\"),  # `\\frac`: escaped once too often
-    (r"(\d*)\.(\d*)(?:\\overline\s*\{(\d{1,20})\}|(?<=\.)\((\d{1,20})\))", repeating),
+    (r"(\d*)\.(\d*)(?:\\overline\s*\{(\d{1,20})\}|(?<=\.)\((\d{1,20})\))", repeating_to_fraction),
     (r"\{,\}|,\s*\\!\s*", ","),
     (r"(^|,)\s*\\q?quad\b|\\q?quad\s*(?=\\text|\\mathrm|$)", r"\1 "),
     (r"\\(?:left|right)\s*\.|\\(?:textcolor|color)\s*\{[a-z]+\}", " "),
@@ -192,15 +195,19 @@ MIXED = re.compile(
 
 
 def mixed_number(match: re.Match) -> str:
-    whole, over, under = (int(digits) for digits in match.groups() if digits is not None)
-    return f"({whole}+{over}/{under})" if over < under else match[0]  # `2 \frac{3}{2}` stays a product
+    """Return a mixed number as a sum in brackets; a whole number before an improper fraction stays a product."""
+    whole, numerator, denominator = (int(digits) for digits in match.groups() if digits is not None)
+    return f"({whole}+{numerator}/{denominator})" if numerator < denominator else match[0]  # not `2 \frac{3}{2}`
 
 
-@lru_cache(4096)  # a truth is met once for each of its samples
+@lru_cache(4096)  # every response of a group has the same truth
 def normalise(text: str) -> str:
-    """LaTeX or Unicode maths -> single spaces, `^ * / ≤ ≥ ≈ ° π`, bare words; frac, sqrt and the unknown stay LaTeX."""
+    """Rewrite LaTeX or Unicode maths with single spaces, `^ * / ≤ ≥ ≈ ° π` and bare words.
+
+    frac, sqrt and unknown commands stay LaTeX. Raise ExpressionTooLarge for text that is too long or too deep.
+    """
     if len(text) > MAX_ANSWER_CHARS:
-        raise Refused(f"{len(text)} characters")
+        raise ExpressionTooLarge(f"{len(text)} characters are too many")
     text = re.sub("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", r"^{\g<0>}", text).translate(CHARACTERS)
     text = unicodedata.normalize("NFKC", text).rstrip("\\ \t\n")
     for pattern, new in REWRITES:
@@ -208,11 +215,11 @@ def normalise(text: str) -> str:
     if not re.search(r"[(\[]", text):  # `(1,000)` is a point
         text = THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), text)
     text = MIXED.sub(mixed_number, text.strip()).removesuffix(".").strip()
-    while text.startswith("{") and closing_brace(text, 1) == len(text) - 1:  # braces around it all are invisible
+    while text.startswith("{") and closing_brace(text, 1) == len(text) - 1:  # braces around all of it are invisible
         text = text[1:-1].strip()
     # Every nested call of the parser costs one of these characters, so this bounds its recursion.
     if len(text) > 2 * MAX_ANSWER_CHARS or len(re.findall(r"[(\[{^\\]", text)) > MAX_NESTING:
-        raise Refused(f"{text!r} is too deep")
+        raise ExpressionTooLarge(f"{text!r} is too deep")
     return text
 
 
@@ -221,36 +228,42 @@ def normalise(text: str) -> str:
 CONTEXT = decimal.Context(prec=80, Emax=9999, Emin=-9999)  # 9**9**9 overflows at once instead of being computed
 CONTEXT.traps[decimal.Underflow] = True
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534211706798")
-CLOSE = Decimal("1e-40")  # half of the digits: cancellation may cost the others
-POINTS = (Decimal("1.0311"), Decimal("29.3"), Decimal("0.0137"), Decimal("1013.7"))  # where letters are compared
+RELATIVE_TOLERANCE = Decimal("1e-40")  # half of the digits, since cancellation may lose the others
+# Expressions with letters are compared at these points.
+TEST_POINTS = (Decimal("1.0311"), Decimal("29.3"), Decimal("0.0137"), Decimal("1013.7"))
 
 
 def letter_value(name: str, point: Decimal) -> Decimal:
-    """Between `point` and twice that (letters are lengths and angles here), the same in every process.
+    """Return the value of a letter, from `point` to 2 * `point` since letters are lengths and angles here.
 
-    77 digits of a hash: no fraction, sum or product of a few letters is another letter or a short number by accident.
+    It is the same in every process. It has 77 digits of a hash, so no fraction, sum or product of a few letters equals
+    another letter or a short number by accident.
     """
     digest = hashlib.sha256(f"{name} at {point}".encode()).digest()
     return point * (1 + Decimal(int.from_bytes(digest)).scaleb(-78))
 
 
-def plus(a: Decimal, b: Decimal) -> Decimal:
-    r"""a + b, exactly 0 if they cancel: the zero hidden in `\sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt{6}}` must not divide."""
-    least, most = sorted((abs(a), abs(b)))
-    if 0 < least < most * CLOSE:
-        raise Refused("a sum of numbers too unlike for 80 digits")
-    return a + b if abs(a + b) > most * CLOSE else Decimal(0)
+def add_exact(a: Decimal, b: Decimal) -> Decimal:
+    r"""Return a + b, exactly 0 if they cancel.
+
+    So a division by the zero that is hidden in `\sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt{6}}` fails.
+    """
+    smaller, larger = sorted((abs(a), abs(b)))
+    if 0 < smaller < larger * RELATIVE_TOLERANCE:
+        raise ExpressionTooLarge("a sum of numbers whose magnitudes differ too much for 80 digits")
+    return a + b if abs(a + b) > larger * RELATIVE_TOLERANCE else Decimal(0)
 
 
-def raise_to(base: Decimal, exponent: Decimal) -> Decimal:
+def power_exact(base: Decimal, exponent: Decimal) -> Decimal:
+    """Return base ** exponent; raise DivisionByZero if it is not finite."""
     value = base**exponent
-    if not value.is_finite():  # 0^{-1} is Infinity, which `decimal` says without an error
+    if not value.is_finite():  # `decimal` returns Infinity for 0^{-1} without an error
         raise decimal.DivisionByZero("0 to a negative power")
     return value
 
 
-class Expression:
-    """Recursive descent over one expression, evaluated as it is read; a letter has a fixed value at each point.
+class ExpressionParser:
+    """A recursive-descent parser that evaluates one expression as it reads it; letters have fixed values at each point.
 
     sum := term (("+"|"-") term)*; term := signed (("*"|"/"|nothing) signed)*; power := atom ["^" signed] ["°"] ["%"]
     """
@@ -258,70 +271,72 @@ class Expression:
     def __init__(self, text: str, point: Decimal):
         self.text = text
         self.point = point
-        self.at = 0  # what is read so far
-        self.letters = False  # whether it has any
+        self.position = 0  # index of the next character
+        self.letters = False  # whether any letter was read
 
-    def take(self, pattern: str) -> str:
-        """The next characters, after spaces, if they match, and moves past them; else ""."""
-        found = re.compile(f" *({pattern})").match(self.text, self.at)
-        self.at = found.end() if found else self.at
-        return found[1] if found else ""
+    def accept(self, pattern: str) -> str:
+        """Return the next characters after spaces, and move past them, if they match `pattern`; else return ""."""
+        match = re.compile(f" *({pattern})").match(self.text, self.position)
+        self.position = match.end() if match else self.position
+        return match[1] if match else ""
 
     def peek(self) -> str:
-        self.take("")  # past spaces
-        return self.text[self.at : self.at + 1]
+        """Return the next character after spaces, or "" at the end."""
+        self.accept("")  # past spaces
+        return self.text[self.position : self.position + 1]
 
     def expect(self, char: str) -> None:
+        """Move past `char`, or raise ExpressionError if it is not the next character ("": the end)."""
         if self.peek() != char:
-            raise Unreadable(f"{self.text!r}: {self.peek()!r} instead of {char!r} at {self.at}")
-        self.at += len(char)
+            raise ExpressionError(f"{self.text!r}: {self.peek()!r} instead of {char!r} at {self.position}")
+        self.position += len(char)
 
     def sum(self) -> Decimal:
         total = self.term()
-        while sign := self.take("[+-]"):
-            total = plus(total, self.term() if sign == "+" else -self.term())
+        while sign := self.accept("[+-]"):
+            total = add_exact(total, self.term() if sign == "+" else -self.term())
         return total
 
     def term(self) -> Decimal:
         value = self.signed()
         while char := self.peek():
-            if self.take("[*/]"):
+            if self.accept("[*/]"):
                 value = value * self.signed() if char == "*" else value / self.signed()
-            elif char in "([{\\" or char.isalpha():  # not a digit: `3 4` is no product
+            elif char in "([{\\" or char.isalpha():  # not a digit: `3 4` is not a product
                 value *= self.power()
             else:
                 break
         return value
 
     def signed(self) -> Decimal:
-        signs = self.take("[+-][+ -]*")
+        signs = self.accept("[+-][+ -]*")
         value = self.power()
         return -value if signs.count("-") % 2 else +value
 
     def power(self) -> Decimal:
         value = self.atom()
-        if self.take(r"\^"):
-            value = raise_to(value, self.signed())
-        self.take("°")
-        return value / 100 if self.take("%") else value
+        if self.accept(r"\^"):
+            value = power_exact(value, self.signed())
+        self.accept("°")
+        return value / 100 if self.accept("%") else value
 
     def atom(self) -> Decimal:
-        if bracket := self.take(r"[(\[{]"):
+        if bracket := self.accept(r"[(\[{]"):
             value = self.sum()
             self.expect({"(": ")", "[": "]", "{": "}"}[bracket])
             return value
-        if self.take("π"):
+        if self.accept("π"):
             return PI
-        if command := self.take(r"\\[A-Za-z]*"):
+        if command := self.accept(r"\\[A-Za-z]*"):
             return self.function(command)
-        if symbol := self.take("[|±∪]"):
+        if symbol := self.accept("[|±∪]"):
             raise NeedsAlgebra(symbol)
-        if number := self.take(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][0-9]{1,3}(?![0-9.]))?"):
+        if number := self.accept(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][0-9]{1,3}(?![0-9.]))?"):
             return CONTEXT.create_decimal(number)
         # `AB` is a product, `abc` is a word
-        name = self.take(r"(?![A-Za-z]{3})[A-Za-zα-ω]'*(?:_(?:\{ ?\w{1,8} ?\}|\w))?")
+        name = self.accept(r"(?![A-Za-z]{3})[A-Za-zα-ω]'*(?:_(?:\{ ?\w{1,8} ?\}|\w))?")
         if not name:
-            raise Unreadable(f"{self.text!r}: cannot read {self.peek()!r} at {self.at}")
+            raise ExpressionError(f"{self.text!r}: cannot read {self.peek()!r} at {self.position}")
         self.letters = True
         return letter_value(re.sub(r"[{} ]", "", name), self.point)
 
@@ -332,23 +347,24 @@ class Expression:
             raise NeedsAlgebra(command)
         index = self.atom() if self.peek() == "[" else 2
         value = self.atom()  # `\sqrt41` is meant as \sqrt{41}
-        root = abs(value).sqrt() if index == 2 else raise_to(abs(value), 1 / index)
+        root = abs(value).sqrt() if index == 2 else power_exact(abs(value), 1 / index)
         if value < 0 and index % 2 != 1:
             raise decimal.InvalidOperation("an even root of a negative number")
         return root if value >= 0 else -root
 
     def argument(self) -> Decimal:
-        digit = self.take("[0-9]")  # `\frac12` is 1/2, as in TeX
+        digit = self.accept("[0-9]")  # `\frac12` is 1/2, as in TeX
         return Decimal(digit) if digit else self.atom()
 
 
 @lru_cache(4096)
-def evaluate(text: str, point: Decimal = POINTS[0]) -> Decimal | None:
-    """The value to 80 digits, finite; None if it has letters and no real value here, as sqrt(x-50) at the first point.
+def evaluate(text: str, point: Decimal = TEST_POINTS[0]) -> Decimal | None:
+    """Return the value of an expression to 80 digits; it is finite.
 
-    Raises Unreadable, NeedsAlgebra, or what `same_answer` lists.
+    Return None if the expression has letters and no real value at this point, such as sqrt(x-50) at the first point.
+    Raise ExpressionError, NeedsAlgebra, or the other errors that `same_answer` lists.
     """
-    expression = Expression(text, point)
+    expression = ExpressionParser(text, point)
     try:
         value = expression.sum()
     except decimal.InvalidOperation:
@@ -360,26 +376,29 @@ def evaluate(text: str, point: Decimal = POINTS[0]) -> Decimal | None:
 
 
 def same_value(prediction: str, truth: str) -> bool:
-    """Whether two expressions are equal wherever they have values, and have one somewhere."""
+    """Return whether two expressions are equal wherever they have values, and have one somewhere."""
     compared = False
-    for point in POINTS:
+    for point in TEST_POINTS:
         try:
             a, b = evaluate(prediction, point), evaluate(truth, point)
         except NeedsAlgebra:
             return same_to_math_verify(prediction, truth)
         if a is None and b is None:
             continue
-        if a is None or b is None or abs(a - b) > CLOSE * max(abs(a), abs(b)):
+        if a is None or b is None or abs(a - b) > RELATIVE_TOLERANCE * max(abs(a), abs(b)):
             return False
         compared = True
     return compared
 
 
 def same_to_math_verify(prediction: str, truth: str) -> bool:
-    """It sees two single values or equations, never a whole answer: of `|47| = 48` it would take the last."""
+    """Return whether math-verify considers two single values or equations equal.
+
+    It is never given a whole answer, because it would take only the last value of `|47| = 48`.
+    """
     if re.search(r"%|\\[hv]?phantom|[0-9|)] ?_", prediction + truth):
-        raise Unreadable("math-verify drops percent signs, invisible text and subscripts of numbers")
-    return _math_verify.same(*(in_radians(text).translate(LATEX) for text in (prediction, truth)))
+        raise ExpressionError("math-verify drops percent signs, invisible text and subscripts of numbers")
+    return _math_verify.same_latex(*(in_radians(text).translate(LATEX) for text in (prediction, truth)))
 
 
 def in_radians(text: str) -> str:
@@ -399,84 +418,96 @@ LENGTHS = """
 1000000 km kilometer kilometers kilometre kilometres
 1609344 mi mile miles
 any unit units
-"""  # in millimetres
-UNITS = {name: line.split()[0] for line in LENGTHS.strip().splitlines() for name in line.split()[1:]}
+"""  # millimetres, then names of the unit
+UNIT_NAMES = {name: line.split()[0] for line in LENGTHS.strip().splitlines() for name in line.split()[1:]}
 UNIT = re.compile(
     r"(?<![A-Za-z\\])(?:(square|sq\.?|cubic|cu\.?) )?"
-    rf"({'|'.join(sorted(UNITS, key=len, reverse=True))})\.? ?(?:\^ ?([23]|\{{ ?[23] ?\}}))?$"
+    rf"({'|'.join(sorted(UNIT_NAMES, key=len, reverse=True))})\.? ?(?:\^ ?([23]|\{{ ?[23] ?\}}))?$"
 )
-# Of two answers at once. OR and NO are segments.
+# Words and signs of a hedge, which has several answers. OR and NO in capitals are segments.
 HEDGE = re.compile(r"\b(?:or|to|vs|no|(?i:either|maybe|and|not|never|but|isn|nan|inf|infinity))\b|[;?]")
-# Before `=`: AB, |AB|, m ∠A, ∠ 1, x°, x_1, f(x), sin A, Area of △ABC, AB/BC, (x, y) in this order, nothing. No number
-# of its own, as in `x 47`; `|x|` is no name, since x may be negative.
+# The name before `=`: AB, |AB|, m ∠A, ∠ 1, x°, x_1, f(x), sin A, Area of △ABC, AB/BC, (x, y) in this order, or nothing.
+# A name has no separate number, as in `x 47`, and is not `|x|`, since x may be negative.
 NAME = r"(?:\\(?:sin|cos|tan)(?:[ (]*[0-9]+ ?°)?|(?:m ?)?[∠△] ?\w+|\| ?[A-Z]{2} ?\||"
 NAME += r"[A-Za-zα-ωΔ]+\d*'*(?:_(?:\{[ △{]*\w+[ }]*\}|\w))?°?)"
-NAMES = rf"[ {{(]*{NAME}(?:[ {{(}}):]+{NAME})*[ }}):]*|{NAME} ?/ ?{NAME}|\\frac ?\{{ ?{NAME} ?\}} ?\{{ ?{NAME} ?\}}"
-NAMES += r"|\( ?(?:x ?, ?y(?: ?, ?z)?|a ?, ?b(?: ?, ?c)?|m ?, ?n|p ?, ?q) ?\)"
-NAME = re.compile(rf"(?!.*π)(?!\( ?[A-H] ?\) ?\w)(?=.{{,60}}$)(?:{NAMES})|")  # `(A) x` names a choice
+NAME_LIST = rf"[ {{(]*{NAME}(?:[ {{(}}):]+{NAME})*[ }}):]*|{NAME} ?/ ?{NAME}|\\frac ?\{{ ?{NAME} ?\}} ?\{{ ?{NAME} ?\}}"
+NAME_LIST += r"|\( ?(?:x ?, ?y(?: ?, ?z)?|a ?, ?b(?: ?, ?c)?|m ?, ?n|p ?, ?q) ?\)"
+NAME = re.compile(rf"(?!.*π)(?!\( ?[A-H] ?\) ?\w)(?=.{{,60}}$)(?:{NAME_LIST})|")  # `(A) x` names a choice
 POINT_NAMES = re.compile("(?<![A-Za-z])[A-Z]{2,3}(?![A-Za-z])")
-# On the left of an equation: what names its right side, as `f(3)` and `\cos 2θ`, rather than being worth something.
+# The left side of an equation if it only names the right side, as `f(3)` and `\cos 2θ` do, and has no value.
 FUNCTION = re.compile(r"(?<![A-Za-z])[fghFGHP]'* ?\(|\\(?!frac|sqrt)|[|±∠△]")
-LIST = re.compile(" ?; ?|,? and ")  # between the values of a list, besides commas
-WORDS = re.compile("(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z -]+|[Nn]o")
-CHOICE = re.compile(r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I)
+LIST = re.compile(" ?; ?|,? and ")  # separators of a list's values, in addition to commas
+WORDS_PATTERN = re.compile("(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z -]+|[Nn]o")
+CHOICE_ANSWER_PATTERN = re.compile(
+    r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I
+)
 LATEX = str.maketrans({"π": "\\pi ", "*": "\\cdot ", "°": "^{\\circ}", "±": "\\pm ", "∪": "\\cup "})
 MIRROR = str.maketrans("<>≤≥", "><≥≤")
 
 
-def split(text: str, separators: str) -> tuple[list[str], str]:
-    """Members and separators of `text`, cut only outside brackets."""
+def split_outside_brackets(text: str, separators: str) -> tuple[list[str], str]:
+    """Return the members of `text` and the separators between them; it is split only outside brackets."""
     if not any(separator in text for separator in separators):
         return [text.strip()], ""
-    members, found, depth = [""], "", 0
+    members, found_separators, depth = [""], "", 0
     for char in text:
         depth += (char in "([{") - (char in ")]}")
         if depth == 0 and char in separators:
             members.append("")
-            found += char
+            found_separators += char
         else:
             members[-1] += char
-    return [member.strip() for member in members], found
+    return [member.strip() for member in members], found_separators
 
 
 def members(text: str, separator: str) -> list[str]:
-    """Return the members of a list or union; one with a single `±` is two."""
-    pairs = ([m.replace("±", sign) for sign in "+-"] if m.count("±") == 1 else [m] for m in split(text, separator)[0])
-    return list(chain.from_iterable(pairs))
+    """Return the members of a list or union; a member with a single `±` becomes two."""
+    signed = (
+        [m.replace("±", sign) for sign in "+-"] if m.count("±") == 1 else [m]
+        for m in split_outside_brackets(text, separator)[0]
+    )
+    return list(chain.from_iterable(signed))
 
 
-def all_paired(right: list[list[bool]]) -> bool:
-    """Return whether each row of a square table can get a column of its own that is true there (Kuhn's algorithm)."""
-    row_of: dict[int, int] = {}
+def all_paired(table: list[list[bool]]) -> bool:
+    """Return whether each row of a square table can get a different column that is true there (Kuhn's algorithm)."""
+    row_by_column: dict[int, int] = {}
 
     def pair(row: int, tried: set[int]) -> bool:
-        for column in range(len(right)):
-            if right[row][column] and column not in tried:
+        for column in range(len(table)):
+            if table[row][column] and column not in tried:
                 tried.add(column)
-                if column not in row_of or pair(row_of[column], tried):
-                    row_of[column] = row
+                if column not in row_by_column or pair(row_by_column[column], tried):
+                    row_by_column[column] = row
                     return True
         return False
 
-    return all(pair(row, set()) for row in range(len(right)))
+    return all(pair(row, set()) for row in range(len(table)))
 
 
 def without_unit(text: str) -> tuple[str, tuple[str, int] | None]:
-    """(value, (its unit in millimetres, power)), or (text, None); a lone `m` is one only if no other letter is used."""
-    found = UNIT.search(text)
+    """Return (value, (its unit in millimetres, power)), or (text, None) without a unit.
+
+    Degrees have the unit ("°", 1), and their text is not shortened. A lone `m` is a unit only if no other letter is
+    used.
+    """
+    match = UNIT.search(text)
     degrees = ("°", 1) if "°" in text else None
-    value = text[: found.start()].strip() if found else ""
-    if not value or (found[2] == "m" and re.search(r"(?<![A-Za-z\\])[A-Za-z]", value)):
+    value = text[: match.start()].strip() if match else ""
+    if not value or (match[2] == "m" and re.search(r"(?<![A-Za-z\\])[A-Za-z]", value)):
         return text, degrees
-    dimension, name, raised = found.groups(default="")
-    powers = {{"sq": 2, "cu": 3}.get(dimension[:2], 0), int(raised.strip("{ }") or 0)} - {0}
+    dimension, name, exponent = match.groups(default="")
+    powers = {{"sq": 2, "cu": 3}.get(dimension[:2], 0), int(exponent.strip("{ }") or 0)} - {0}
     if degrees or len(powers) > 1:
-        raise Unreadable(f"{text!r} has two units")
-    return value, (UNITS[name], *(powers or {1}))
+        raise ExpressionError(f"{text!r} has two units")
+    return value, (UNIT_NAMES[name], *(powers or {1}))
 
 
 def in_unit(text: str, unit: tuple[str, int] | None, other: tuple[str, int] | None) -> str | None:
-    """A value in one unit as an expression in the other; None if they contradict. `units` and none go with any."""
+    """Return a value in `unit` as an expression in `other`, or None if the units contradict.
+
+    `units`, and no unit, are compatible with every unit.
+    """
     if not unit or not other or unit == other:
         return text
     (length, power), (other_length, other_power) = unit, other
@@ -486,138 +517,159 @@ def in_unit(text: str, unit: tuple[str, int] | None, other: tuple[str, int] | No
 
 
 def is_choice(prediction: str, letter: str) -> bool:
-    """`B. 60` may repeat the option's text, but not name a second option."""
-    found = CHOICE.fullmatch(prediction)
-    if not found or (found[1] or found[2]).upper() != letter or HEDGE.search(prediction):
+    """Return whether a prediction names the choice `letter`.
+
+    `B. 60` may repeat the option's text, but not name a second option.
+    """
+    match = CHOICE_ANSWER_PATTERN.fullmatch(prediction)
+    if not match or (match[1] or match[2]).upper() != letter or HEDGE.search(prediction):
         return False
-    if "," in found[3] or found[3].startswith(("=", "≈")):  # `(B) = 3` is an equation
+    if "," in match[3] or match[3].startswith(("=", "≈")):  # `(B) = 3` is an equation
         return False
-    return not re.search(r"(?<![A-Za-z\\])[A-H](?![A-Za-z])", found[3])
+    return not re.search(r"(?<![A-Za-z\\])[A-H](?![A-Za-z])", match[3])
 
 
-def is_rounding(exact: str, rounded: str) -> bool:
-    """Whether `rounded` is a plain decimal within half its last place of `exact`: 8.66 of 5√3, and not 8.6 or 26/3."""
+def is_rounded_value(exact: str, rounded: str) -> bool:
+    """Return whether `rounded` is a plain decimal within half a unit in its last place of `exact`.
+
+    8.66 is 5√3 rounded; 8.6 and 26/3 are not.
+    """
     (exact, unit), (rounded, rounded_unit) = without_unit(exact), without_unit(rounded)
     numeral = re.fullmatch(r"-?(?:\d+\.?|\d*\.(\d+)) ?°?", rounded)
     if not numeral or (unit and rounded_unit and unit != rounded_unit):
         return False
     half = Decimal("0.5").scaleb(-len(numeral[1] or ""))
-    values = [evaluate(exact, point) for point in POINTS]  # an `x - x` may occur, an `x` not
+    values = [evaluate(exact, point) for point in TEST_POINTS]  # `x - x` is allowed, `x` is not
     return all(value is not None and abs(value - evaluate(rounded)) <= half for value in values)
 
 
 def strip_names(text: str) -> tuple[set[str], list[str]]:
-    """`AB = CD = 2*24 = 48` -> ({"AB", "CD"}, ["2*24", "48"])."""
-    *left, last = split(text, "=")[0]
+    """Return the names and the values of a chain: `AB = CD = 2*24 = 48` -> ({"AB", "CD"}, ["2*24", "48"])."""
+    *left, last = split_outside_brackets(text, "=")[0]
     names = set()
     while left and NAME.fullmatch(left[0]):
         name = re.sub(r"\\frac ?\{(.*?)\} ?\{", r"\1/", left.pop(0))
-        name = POINT_NAMES.sub(lambda found: min(found[0], found[0][::-1]), name)  # AB is BA
+        name = POINT_NAMES.sub(lambda match: min(match[0], match[0][::-1]), name)  # AB is BA
         name = re.sub(r"m? ?∠|[△ {}()|°]", "", name)
         names.add(name)
     return names - {""}, [*left, last]
 
 
-def same(prediction: str, truth: str, as_text: bool = True) -> bool:
-    """Whether two normalised answers are the same one. Raises Unreadable; each step removes one kind of structure."""
+def same_answer_text(prediction: str, truth: str, as_text: bool = True) -> bool:
+    """Return whether two normalised answers are the same. Raise ExpressionError if one cannot be parsed.
+
+    Each step removes one kind of structure.
+    """
     if not prediction or not truth:
         return False
-    if WORDS.fullmatch(truth):
+    if WORDS_PATTERN.fullmatch(truth):
         return prediction.casefold() == truth.casefold()
     squashed, true_squashed = (re.sub(r"(?<!\d) | (?!\d)", "", text) for text in (prediction, truth))  # `4 8` is not 48
     if squashed == true_squashed and (as_text or NAME.fullmatch(truth)):
         return True
     if "∞" in (squashed.lstrip("+-"), true_squashed.lstrip("+-")):
         return squashed.lstrip("+") == true_squashed.lstrip("+")
-    again = partial(same, as_text=as_text)
+    compare = partial(same_answer_text, as_text=as_text)
 
-    for separator in ",∪":  # a list or a union in any order, but never more answers than asked for
+    for separator in ",∪":  # a list or a union in any order, but without additional answers
         items, truths = members(prediction, separator), members(truth, separator)
-        if len(truths) > 1 and prediction.startswith("\\{") and prediction.endswith("\\}"):  # a set for a list
+        if len(truths) > 1 and prediction.startswith("\\{") and prediction.endswith("\\}"):  # a set counts as a list
             items = members(prediction[2:-2], separator)
         if len(items) > 1 or len(truths) > 1:
-            named = len({tuple(strip_names(t)[0]) for t in truths}) > 1 and not any(strip_names(i)[0] for i in items)
-            if named and len(items) == len(truths) and all(strip_names(t)[0] for t in truths):
-                return all(map(again, items, truths))  # values without names come in the order of the names
-            return len(items) == len(truths) and all_paired([[again(item, t) for t in truths] for item in items])
+            in_order = len({tuple(strip_names(t)[0]) for t in truths}) > 1 and not any(strip_names(i)[0] for i in items)
+            if in_order and len(items) == len(truths) and all(strip_names(t)[0] for t in truths):
+                return all(map(compare, items, truths))  # values without names come in the order of the names
+            return len(items) == len(truths) and all_paired([[compare(item, t) for t in truths] for item in items])
 
-    (items, signs), (truths, true_signs) = split(prediction, "<>≤≥≠"), split(truth, "<>≤≥≠")
+    (items, signs), (truths, true_signs) = (
+        split_outside_brackets(prediction, "<>≤≥≠"),
+        split_outside_brackets(truth, "<>≤≥≠"),
+    )
     if signs or true_signs:
-        mirrored = signs[::-1].translate(MIRROR) == true_signs and all(map(again, items[::-1], truths))
-        return mirrored or (signs == true_signs and all(map(again, items, truths)))
-    return same_equation(prediction, truth, again)
+        mirrored = signs[::-1].translate(MIRROR) == true_signs and all(map(compare, items[::-1], truths))
+        return mirrored or (signs == true_signs and all(map(compare, items, truths)))
+    return same_equation(prediction, truth, compare)
 
 
-def same_equation(prediction: str, truth: str, again: Callable[[str, str], bool]) -> bool:
-    """Every value of a chain has to be right: `x = 47 = 48` is a hedge; and `48 cm = 48 m`, whose truth is 48, too."""
+def same_equation(prediction: str, truth: str, compare: Callable[[str, str], bool]) -> bool:
+    """Return whether every value of a chain is right.
+
+    `x = 47 = 48` is a hedge, and so is `48 cm = 48 m` for the truth 48.
+    """
     name, _, value = prediction.partition(":")
-    exact, _ = without_unit(split(truth, "=")[0][-1])
+    exact, _ = without_unit(split_outside_brackets(truth, "=")[0][-1])
     letters = re.search(r"(?<![A-Za-z\\])[A-Za-zα-ωΔ]", exact)
-    named = NAME.fullmatch(name) and not re.fullmatch(r"\(? ?[A-H] ?\)?", name)  # `A: 48` is a choice
-    if name and value and ":" not in truth and named and not letters:
-        prediction = f"{name}={value}"  # `x: 48`; of a truth with letters, as `x/y`, it is a ratio
+    is_name = NAME.fullmatch(name) and not re.fullmatch(r"\(? ?[A-H] ?\)?", name)  # `A: 48` is a choice
+    if name and value and ":" not in truth and is_name and not letters:
+        prediction = f"{name}={value}"  # `x: 48` is an equation; if the truth has letters, as `x/y`, it is a ratio
     (names, items), (true_names, truths) = strip_names(prediction), strip_names(truth)
     if len(truths) > 1:
-        return same_sides(prediction, truth, again)
+        return same_sides(prediction, truth, compare)
     if names and true_names and not names & true_names:
         return False
     if items == [prediction] and truths == [truth]:
-        return same_rounded(prediction, truth, again)
+        return same_rounded(prediction, truth, compare)
     by_unit = {without_unit(item)[1]: item for item in items}
-    agree = all(again(item, truths[0]) for item in items)
-    return agree and all(again(a, b) for a, b in permutations(by_unit.values(), 2))
+    all_right = all(compare(item, truths[0]) for item in items)
+    return all_right and all(compare(a, b) for a, b in permutations(by_unit.values(), 2))
 
 
-def same_sides(prediction: str, truth: str, again: Callable[[str, str], bool]) -> bool:
-    """Whether an answer is the right side of `f(3) = 32`, or an equation that is a multiple of `2x + 3y = 6`.
+def same_sides(prediction: str, truth: str, compare: Callable[[str, str], bool]) -> bool:
+    """Return whether an answer is the right side of `f(3) = 32`, or an equation that is a multiple of `2x + 3y = 6`.
 
-    A truth without letters, as `2+3=5`, asks for nothing, and no answer equals it but its own text.
+    A truth without letters, such as `2+3=5`, asks for nothing, so only the same text is a right answer.
     """
-    (items, _), (sides, _) = split(prediction, "="), split(truth, "=")
+    (items, _), (sides, _) = split_outside_brackets(prediction, "="), split_outside_brackets(truth, "=")
     if len(sides) != 2 or not re.search(r"(?<![A-Za-z\\])[A-Za-zα-ω]", truth):
         return False
     if FUNCTION.search(sides[0]):
         items = items[1:] if items[0].replace(" ", "") == sides[0].replace(" ", "") else items
-        return bool(items) and all(again(item, sides[1]) for item in items)
+        return bool(items) and all(compare(item, sides[1]) for item in items)
     if len(items) != 2:
         return False
-    one, other = (f"({left}-({right}))" for left, right in (items, sides))
-    # Of letters that are lengths a multiple has one ratio everywhere, and is nowhere 0.
-    ratios = [evaluate(f"{one}/{other}", point) for point in POINTS]
+    difference, true_difference = (f"({left}-({right}))" for left, right in (items, sides))
+    # Letters are lengths, so a multiple has the same ratio at all points, and is nowhere 0.
+    ratios = [evaluate(f"{difference}/{true_difference}", point) for point in TEST_POINTS]
     first = ratios[0]
-    return bool(first) and all(r is not None and abs(r - first) <= CLOSE * abs(first) for r in ratios)
+    return bool(first) and all(r is not None and abs(r - first) <= RELATIVE_TOLERANCE * abs(first) for r in ratios)
 
 
-def same_rounded(prediction: str, truth: str, again: Callable[[str, str], bool]) -> bool:
-    r"""`5\sqrt{3} \approx 8.66` is one answer if the two agree, and a hedge if not."""
-    items = split(prediction, "≈")[0]
-    truth = split(truth, "≈")[0][-1]
+def same_rounded(prediction: str, truth: str, compare: Callable[[str, str], bool]) -> bool:
+    r"""Return whether two answers that may have an `≈` are the same.
+
+    `5\sqrt{3} \approx 8.66` is one answer if its sides agree, and a hedge if they do not.
+    """
+    items = split_outside_brackets(prediction, "≈")[0]
+    truth = split_outside_brackets(truth, "≈")[0][-1]
     if len(items) == 1:
-        return same_single(prediction, truth, again)
+        return same_single(prediction, truth, compare)
     items = items[1:] if NAME.fullmatch(items[0]) else items
     if len(items) == 1:
-        return again(items[0], truth)
-    return len(items) == 2 and is_rounding(*items) and any(again(item, truth) for item in items)
+        return compare(items[0], truth)
+    return len(items) == 2 and is_rounded_value(*items) and any(compare(item, truth) for item in items)
 
 
-def same_single(prediction: str, truth: str, again: Callable[[str, str], bool]) -> bool:
-    """Points and intervals member by member; ratios; the rest by value in the truth's unit."""
+def same_single(prediction: str, truth: str, compare: Callable[[str, str], bool]) -> bool:
+    """Return whether two single answers are the same.
+
+    Points and intervals are compared member by member, ratios as ratios, the rest by value in the truth's unit.
+    """
     point, true_point = (re.fullmatch(r"([(\[])(.*)([)\]])", text) for text in (prediction, truth))
     if point and true_point:
-        items, truths = split(point[2], ",")[0], split(true_point[2], ",")[0]
+        items, truths = split_outside_brackets(point[2], ",")[0], split_outside_brackets(true_point[2], ",")[0]
         if len(items) > 1 or len(truths) > 1:
             brackets = point[1] == true_point[1] and point[3] == true_point[3]
-            return brackets and len(items) == len(truths) and all(map(again, items, truths))
+            return brackets and len(items) == len(truths) and all(map(compare, items, truths))
     elif true_point and "," in truth:
-        return False  # math-verify takes a set for a point
-    items, truths = split(prediction, ":")[0], split(truth, ":")[0]
+        return False  # math-verify would accept a set for a point
+    items, truths = split_outside_brackets(prediction, ":")[0], split_outside_brackets(truth, ":")[0]
     if len(items) == len(truths) > 1:  # a time, or a ratio to 0: 12:00 is not 1:00
         if re.match(r"\d+:0\d|[1-9]\d*:0(?::0)?$", truth):
-            return all(map(again, items, truths))
-        # 4:6 is 2:3: each member against the same one, which is not 0
-        some = next((i for i, member in enumerate(truths) if evaluate(member)), 0)
+            return all(map(compare, items, truths))
+        # 4:6 is 2:3: each member is divided by the same one, which is not 0
+        divisor_index = next((i for i, member in enumerate(truths) if evaluate(member)), 0)
         pairs = zip(items, truths, strict=True)
-        return all(same_value(f"({a})/({items[some]})", f"({b})/({truths[some]})") for a, b in pairs)
+        return all(same_value(f"({a})/({items[divisor_index]})", f"({b})/({truths[divisor_index]})") for a, b in pairs)
     prediction = f"({items[0]})/({items[1]})" if len(items) == 2 else prediction
     truth = f"({truths[0]})/({truths[1]})" if len(truths) == 2 else truth
     (value, unit), (truth, true_unit) = without_unit(prediction), without_unit(truth)
@@ -628,24 +680,31 @@ def same_single(prediction: str, truth: str, again: Callable[[str, str], bool]) 
 # --- grading ------------------------------------------------------------------------------------------------------
 
 
-def holds_answer(truth: str) -> bool:
-    """Whether a normalised truth says anything: not if it is empty, a word for nothing, signs alone or a lone unit."""
-    if truth.casefold() in {"none", "null", "nan", "n/a"} or not re.search(r"\w", truth) or SPECIAL_TOKEN.search(truth):
+def has_answer(truth: str) -> bool:
+    """Return whether a normalised truth has an answer.
+
+    It has none if it is empty, a word for nothing, contains a special token, or is only signs or only a unit.
+    """
+    if (
+        truth.casefold() in {"none", "null", "nan", "n/a"}
+        or not re.search(r"\w", truth)
+        or SPECIAL_TOKEN_PATTERN.search(truth)
+    ):
         return False
     return truth == "m" or not UNIT.fullmatch(truth)
 
 
-def verdict(prediction: str, answer: str, as_text: bool) -> bool:
-    """`same_answer`, but it may raise."""
+def compare_answers(prediction: str, answer: str, as_text: bool) -> bool:
+    """Return the result of `same_answer`, without counting it; raise an error if an answer cannot be parsed."""
     truth = normalise(answer)
-    if not holds_answer(truth):  # a hole in the data: an answer to it cannot be right
+    if not has_answer(truth):  # the data lack an answer, so no prediction can be right
         count("bad_truth")
         return False
-    if SPECIAL_TOKEN.search(prediction):
-        raise Unreadable("a special token in the answer")
+    if SPECIAL_TOKEN_PATTERN.search(prediction):
+        raise ExpressionError("a special token in the answer")
     text = normalise(prediction)
-    if re.search(r"\\(?:boxed|fbox)", text):  # math-verify would read that box alone, and drop what stands around it
-        raise Unreadable("a box in the answer")
+    if re.search(r"\\(?:boxed|fbox)", text):  # math-verify would read only that box and drop the text around it
+        raise ExpressionError("a box in the answer")
     if letter := re.fullmatch(r"(?:\( ?([A-H]) ?\)|([A-H]))(?:$|[.:)]? .*|[.:)])", truth):
         return is_choice(text, letter[1] or letter[2])
     values = LIST.sub(", ", truth)
@@ -654,25 +713,25 @@ def verdict(prediction: str, answer: str, as_text: bool) -> bool:
     text = text.replace(" to ", ":") if ":" in truth else text
     if (HEDGE.search(text) and not HEDGE.search(truth)) or (text.count("±") > 1 and "±" not in truth):
         return False
-    return same(text, truth, as_text)
+    return same_answer_text(text, truth, as_text)
 
 
 def same_answer(prediction: str, answer: str, as_text: bool = True) -> bool:
-    r"""Whether a bare answer (the content of a box) is the same answer as the truth, by exact value (to 40 digits).
+    r"""Return whether a bare answer (the content of a box) is the same as the truth, by exact value (to 40 digits).
 
-    Accepts other forms of the value (`\frac{48}{11}` for `4 \frac{4}{11}`), units where the truth has none or ones that
-    can be converted (`48 cm` for `0.48 m`), degree signs, a name before `=`, `exact \approx rounded` if either is the
-    truth and the second is the first rounded. `48\%` is 0.48 and nothing else. Rejects units that contradict (`30°` for
+    Accept other forms of the value (`\frac{48}{11}` for `4 \frac{4}{11}`), units if the truth has none or they can be
+    converted (`48 cm` for `0.48 m`), degree signs, a name before `=`, and `exact \approx rounded` if either is the
+    truth and the second is the first rounded. `48\%` is 0.48 and nothing else. Reject units that contradict (`30°` for
     `30 m`), rounded decimals of an exact truth and the reverse, special tokens, and every hedge (`3 or 4`, `3, 4`).
-    Never raises and never hangs on a prediction; see `reward.Counting`. Without `as_text` it is not enough that the two
-    are the same text: they have to have a value.
+    Never raise and never hang on a prediction; see `reward.Counting`. Without `as_text` it is not enough that the two
+    texts are the same: they must have a value.
     """
-    out_of_range = (Refused, decimal.Overflow, decimal.Underflow, RecursionError, MemoryError)
+    out_of_range = (ExpressionTooLarge, decimal.Overflow, decimal.Underflow, RecursionError, MemoryError)
     try:
         with decimal.localcontext(CONTEXT):
-            right = verdict(prediction, answer, as_text)
-    # The one place that says what a policy's text may raise; what has no value is unreadable too.
-    except (Unreadable, decimal.DecimalException, RecursionError, MemoryError) as error:
+            right = compare_answers(prediction, answer, as_text)
+    # A policy's text may raise only these errors; an expression without a value counts as unreadable too.
+    except (ExpressionError, decimal.DecimalException, RecursionError, MemoryError) as error:
         count("refused" if isinstance(error, out_of_range) else "unreadable")
         right = False
     count("graded")
@@ -680,67 +739,74 @@ def same_answer(prediction: str, answer: str, as_text: bool = True) -> bool:
 
 
 def grade_geometry(response: str, answer: str) -> bool:
-    r"""Whether `response` answers a geometry problem whose truth is `answer` (a number, LaTeX, letter, ratio, ...).
+    r"""Return whether `response` is right for a problem whose truth is `answer` (a number, LaTeX, letter, ratio, ...).
 
     The answer is the last `\boxed{...}`; see `extract_boxed` and `same_answer`. A single line without any box or tag
-    is taken as a bare answer, for calls by hand; the geo3k task (`geo3k`) does not do that: there, no box is wrong.
+    counts as a bare answer, for calls by hand. The geo3k task (`geo3k`) does not do that: it requires a box.
     """
     bare = len(response) <= MAX_ANSWER_CHARS and not re.search(r"\\f?box|</? ?[a-z]+ ?>|\n", response)
     boxed = response if bare else extract_boxed(response)
     return boxed is not None and same_answer(boxed, answer)
 
 
-# Atomic groups, and so linear time: taking each mark at its earliest place leaves the most room for the next.
+# Atomic groups make the time linear: each mark's earliest match leaves the most text for the next mark.
 FORMAT = re.compile(r"<think>(?>.*?</think>)(?>.*?\\boxed\{).*?\}", re.DOTALL)
 
 
 def format_reward(response: str) -> float:
-    r"""1.0 if the whole response is `<think>...</think>...\boxed{...}...` without special tokens, else 0.0.
+    r"""Return 1.0 if the whole response is `<think>...</think>...\boxed{...}...` without special tokens, else 0.0.
 
-    The language of verl's geo3k regex `<think>.*</think>.*\\boxed\{.*\}.*` (verl/utils/reward_score/geo3k.py, DOTALL,
-    fullmatch).
+    It matches the same texts as verl's geo3k regex `<think>.*</think>.*\\boxed\{.*\}.*`
+    (verl/utils/reward_score/geo3k.py, DOTALL, fullmatch).
     """
-    return float(FORMAT.match(response) is not None and not SPECIAL_TOKEN.search(response))
+    return float(FORMAT.match(response) is not None and not SPECIAL_TOKEN_PATTERN.search(response))
 
 
-def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
-    """Return whether a truth, given as the answer, is right, and is plain words or can be read as a value."""
+def answerable(truth: str, grade: Callable[[str], dict[str, float]]) -> bool:
+    """Return whether a truth, given as the answer, is right, and either is plain words or has a value."""
     require_math_verify()
-    if not full_marks(truth, earned):
+    if not full_marks(truth, grade):
         return False
-    plain = re.fullmatch(r"(?=.*[A-Za-z]{3})[\w ,.'-]+", normalise(truth))
-    return plain is not None or same_answer(truth, truth, as_text=False)
+    words = re.fullmatch(r"(?=.*[A-Za-z]{3})[\w ,.'-]+", normalise(truth))
+    return words is not None or same_answer(truth, truth, as_text=False)
 
 
 @cache
 def require_math_verify() -> None:
+    """Raise UserError if math-verify is not installed."""
     need(importlib.util.find_spec("math_verify"), "geo3k grading needs math-verify; pip install -r requirements.txt")
 
 
 @register("geo3k", "geometry3k", answerable=answerable)
 def geo3k(response: str, example: Any, finish_reason: str) -> dict[str, float]:
-    """0.9 * accuracy + 0.1 * format, on the text alone as verl does: a response cut off has no complete box."""
+    """Return accuracy, format and their weighted sum, 0.9 * accuracy + 0.1 * format, as "reward".
+
+    As in verl, only the text counts: a response that was cut off has no complete box.
+    """
     boxed = extract_boxed(response)
     accuracy = boxed is not None and same_answer(boxed, example.ground_truth)
-    return weighted(accuracy, format_reward(response))
+    return accuracy_and_format_reward(accuracy, format_reward(response))
 
 
 # --- toy --------------------------------------------------------------------------------------------------------------
 
 TOY_TYPES = ("angle", "area", "hypotenuse", "tangent")
 STEP = 18  # pixels between the lattice's lines
-GREY = (190, 190, 190)  # the lattice
-LEGS = range(1, 5)  # lengths, in squares
-DEMO = {"see_steps": 320, "habit_steps": 60, "questions": 1, "steps": 40}  # of demo.py
+LATTICE_GREY = (190, 190, 190)  # colour of the lattice
+LEGS = range(1, 5)  # lengths of the legs, in squares
+DEMO = {"see_steps": 320, "habit_steps": 60, "questions": 1, "steps": 40}  # settings of demo.py
 
 
 def draw_triangle(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, across: int, up: int) -> None:
-    """A right triangle: three corners of a rectangle of `across` by `up` squares, somewhere on a lattice of 4 by 4."""
+    """Draw a right triangle on a lattice of 4 by 4 squares.
+
+    Its corners are three of a rectangle of `across` by `up` squares at a random position.
+    """
     size = 4 * STEP
     left, top = (rng.randint(0, SIDE - size - 1) for _ in range(2))
     for i in range(0, size + 1, STEP):
-        draw.line((left, top + i, left + size, top + i), fill=GREY)
-        draw.line((left + i, top, left + i, top + size), fill=GREY)
+        draw.line((left, top + i, left + size, top + i), fill=LATTICE_GREY)
+        draw.line((left + i, top, left + i, top + size), fill=LATTICE_GREY)
     x = left + STEP * rng.randint(0, 4 - across)
     y = top + STEP * rng.randint(0, 4 - up)
     corners = [(x + right, y + down) for down in (0, up * STEP) for right in (0, across * STEP)]
@@ -749,7 +815,7 @@ def draw_triangle(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, ac
 
 
 def triangle_questions(across: int, up: int) -> list[tuple[str, str, str]]:
-    """(answer type, question, answer), of a triangle that is drawn on squares of side 1."""
+    """Return tuples (answer type, question, answer) about a triangle that is drawn on squares of side 1."""
     square, slope = across**2 + up**2, Fraction(up, across)
     root = str(math.isqrt(square)) if math.isqrt(square) ** 2 == square else rf"\sqrt{{{square}}}"
     tangent = str(slope) if slope.denominator == 1 else rf"\frac{{{slope.numerator}}}{{{slope.denominator}}}"
@@ -762,18 +828,21 @@ def triangle_questions(across: int, up: int) -> list[tuple[str, str, str]]:
 
 @in_one_split("geo3k/")
 def scenes(rng: random.Random) -> Scene:
-    """A right triangle on a lattice, or a straight angle that a ray cuts."""
+    """Draw a right triangle on a lattice, or a straight angle cut by a ray."""
     colour, missing = rng.choice(list(COLOURS)), rng.choice(ANGLES) if rng.random() < 0.3 else None
     image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
     if missing:
         draw_angle(ImageDraw.Draw(image), rng, colour, missing)
-        thought, asked = f"180 - {180 - missing}", [("angle", "Find the white angle in degrees.", str(missing))]
+        thought, problems = f"180 - {180 - missing}", [("angle", "Find the white angle in degrees.", str(missing))]
     else:
         across, up = rng.choice(LEGS), rng.choice(LEGS)
         draw_triangle(ImageDraw.Draw(image), rng, colour, across, up)
-        thought, asked = f"{across} by {up}", triangle_questions(across, up)
-    questions = [(kind, f"{MARK}{text} {INSTRUCTION}", boxed(truth, thought), truth) for kind, text, truth in asked]
-    return [png(image)], questions
+        thought, problems = f"{across} by {up}", triangle_questions(across, up)
+    questions = [
+        (kind, f"{IMAGE_PLACEHOLDER}{text} {INSTRUCTION}", make_boxed_response(truth, thought), truth)
+        for kind, text, truth in problems
+    ]
+    return [encode_png(image)], questions
 
 
 toy = toy_of("geo3k", scenes, TOY_TYPES, "problem", answers="answer")

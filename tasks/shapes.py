@@ -1,10 +1,9 @@
-"""Shapes, the toy task: one question about a small drawing, answered in one word or number.
+"""The shapes toy task: one question about a small drawing, answered in one word or number.
 
-What it asks for is real: an answer is right only if the model looks (see `--ablate` in eval.py).
+It needs the image: an answer is right only if the model looks (see `--ablate` in eval.py).
 """
 
 import hashlib
-import io
 import math
 import random
 import re
@@ -14,8 +13,16 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from errors import need
-from prepare_data import MARK
-from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, register, weighted
+from prepare_data import IMAGE_PLACEHOLDER
+from reward import (
+    BOX_PATTERN,
+    MAX_ANSWER_CHARS,
+    SPECIAL_TOKEN_PATTERN,
+    accuracy_and_format_reward,
+    extract_boxed,
+    register,
+)
+from sources.images import encode_png
 
 SIDE = 84  # pixels: 3 x 3 cells of 28, and a cell is one merged patch of a Qwen2-VL vision tower
 CELL = 28
@@ -23,69 +30,74 @@ COLOURS = {"red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 210), 
 SHAPES = ("circle", "square", "triangle", "star")
 ANGLES = (30, 60, 90, 120, 150)
 ANSWER_TYPES = ("count", "colour", "shape", "exists", "angle")
-INSTRUCTION = r"Answer in \boxed{}."  # before the question, so that all questions about an image share it
-SALT = {"warm": 1, "train": 2, "test": 3}  # the splits draw from different random streams
+INSTRUCTION = r"Answer in \boxed{}."  # it precedes the question so that all questions about an image share it
+SPLIT_SEEDS = {"warm": 1, "train": 2, "test": 3}  # the splits draw from different random streams
 
 # --- reward -------------------------------------------------------------------------------------------------------
 
 
-def plain(text: str) -> str:
-    """Without case, needless spaces, a final period, LaTeX's text commands and degree signs."""
-    text = " ".join(text.casefold().replace("$", " ").split())  # first: the patterns below are slow on runs of spaces
+def normalize_answer_text(text: str) -> str:
+    """Return a text in lower case, without needless spaces, a final period, LaTeX's text commands and degree signs."""
+    text = " ".join(text.casefold().replace("$", " ").split())  # first, as the patterns below are slow on many spaces
     text = re.sub(r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf)|boldsymbol) ?\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\^? ?\{? ?\\(?:circ|degree) ?\}?|°|\bdegrees?\b", " ", text)
     return " ".join(text.split()).removesuffix(".").rstrip()
 
 
-def only_box(response: str, boxed: str) -> bool:
-    """The format: an optional `<think>...</think>`, then the box with this content, and nothing else."""
-    rest = response.strip()
-    if rest.startswith("<think>"):
-        rest = rest.partition("</think>")[2].strip()
-    one_box = len(BOX.findall(response)) == 1 and BOX.fullmatch(rest.removesuffix(f"{boxed}}}"))
-    return bool(one_box) and not SPECIAL_TOKEN.search(response)
+def has_only_box(response: str, boxed: str) -> bool:
+    """Return whether a response is only the box with this content, optionally after `<think>...</think>`."""
+    answer = response.strip()
+    if answer.startswith("<think>"):
+        answer = answer.partition("</think>")[2].strip()
+    only_box = len(BOX_PATTERN.findall(response)) == 1 and BOX_PATTERN.fullmatch(answer.removesuffix(f"{boxed}}}"))
+    return bool(only_box) and not SPECIAL_TOKEN_PATTERN.search(response)
 
 
 @register("shapes")
 def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
-    r"""0.9 * accuracy + 0.1 * format; format: an optional `<think>...</think>`, then one box, and nothing else.
+    r"""Return accuracy, format and their weighted sum, 0.9 * accuracy + 0.1 * format, as "reward".
 
-    Accuracy compares plain text, not values; nothing is never right. Special tokens stay, and are wrong. Raises
+    The format is an optional `<think>...</think>`, then one box, and nothing else. Accuracy compares plain text, not
+    values; an empty answer is never right. Special tokens are not removed, so they make an answer wrong. Raise
     UserError if `extra["answer_type"]` is missing or unknown.
     """
     kind = example.extra.get("answer_type")
     need(kind in ANSWER_TYPES,
-         f"row {example.uid!r}: answer_type {kind!r} is not one of {', '.join(ANSWER_TYPES)}; write it again with "
-         "`python prepare_data.py shapes`")
+         f"row {example.uid!r}: answer_type {kind!r} is not one of {', '.join(ANSWER_TYPES)}; write the file again "
+         "with `python prepare_data.py shapes`")
     boxed = extract_boxed(response)
     if boxed is None:
-        return weighted(0.0, 0.0)
-    accuracy = len(boxed) <= MAX_ANSWER_CHARS and plain(boxed) == plain(example.ground_truth) != ""
-    return weighted(accuracy, only_box(response, boxed))
+        return accuracy_and_format_reward(0.0, 0.0)
+    accuracy = (
+        len(boxed) <= MAX_ANSWER_CHARS
+        and normalize_answer_text(boxed) == normalize_answer_text(example.ground_truth) != ""
+    )
+    return accuracy_and_format_reward(accuracy, has_only_box(response, boxed))
 
 
 # --- toy --------------------------------------------------------------------------------------------------------------
 
-# Of `scenes(split, seed)`: images, and questions as (answer type, prompt as in the rows, perfect response, truth)
+# An item of `scenes(split, seed)`: images, and questions as (answer type, prompt as in the rows, perfect response,
+# truth).
 Scene = tuple[list[bytes], list[tuple[str, ...]]]
-Scenes = Callable[[str, int], Iterator[Scene]]  # of a split and a seed
-Toy = Callable[[int, str, int], Iterator[dict]]  # n rows, of a split and a seed
+Scenes = Callable[[str, int], Iterator[Scene]]  # arguments: split, seed
+Toy = Callable[[int, str, int], Iterator[dict]]  # arguments: number of rows, split, seed
 
 
-def boxed(answer: str, thought: str = "") -> str:
-    """A response of the perfect format."""
+def make_boxed_response(answer: str, thought: str = "") -> str:
+    """Return a response with the perfect format."""
     return (f"<think>{thought}</think>" if thought else "") + rf"\boxed{{{answer}}}"
 
 
-DEMO = {"eval_every": 5}  # of demo.py
+DEMO = {"eval_every": 5}  # settings of demo.py
 USUAL = {"count": "2", "colour": "red", "shape": "circle", "exists": "yes", "angle": "90"}
-USUAL = {kind: boxed(answer) for kind, answer in USUAL.items()}  # a lazy annotator's, in the demo
+USUAL = {kind: make_boxed_response(answer) for kind, answer in USUAL.items()}  # a lazy annotator's answers (demo.py)
 
 
 # --- images -------------------------------------------------------------------------------------------------------
 
 
-CORNERS = {  # of shapes of radius 1 around (0, 0)
+CORNERS = {  # corners of shapes with radius 1 around (0, 0)
     "square": ((-1, -1), (1, -1), (1, 1), (-1, 1)),
     "triangle": ((0, -1), (1, 1), (-1, 1)),
     "star": [(r * math.sin(i * math.pi / 5), -r * math.cos(i * math.pi / 5)) for i, r in enumerate([1.15, 0.45] * 5)],
@@ -93,6 +105,7 @@ CORNERS = {  # of shapes of radius 1 around (0, 0)
 
 
 def draw_shape(draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, r: float, fill: tuple) -> None:
+    """Draw a shape of radius `r` around (x, y)."""
     if shape == "circle":
         draw.ellipse((x - r, y - r, x + r, y + r), fill=fill)
     else:
@@ -100,7 +113,7 @@ def draw_shape(draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, r: flo
 
 
 def draw_shapes(draw: ImageDraw.ImageDraw, rng: random.Random, fill: tuple, shape: str, count: int) -> None:
-    """`count` equal shapes, one to a cell, with a little jitter in place and size."""
+    """Draw `count` equal shapes in different cells, with a little jitter in position and size."""
     for cell in rng.sample(range(9), count):
         x = (cell % 3 + 0.5) * CELL + rng.uniform(-2, 2)
         y = (cell // 3 + 0.5) * CELL + rng.uniform(-2, 2)
@@ -108,7 +121,7 @@ def draw_shapes(draw: ImageDraw.ImageDraw, rng: random.Random, fill: tuple, shap
 
 
 def draw_angle(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, missing: int) -> None:
-    """A straight angle cut by a ray. The left side is painted, the right side is the missing angle."""
+    """Draw a straight angle cut by a ray: its left part is painted, its right part is the missing angle."""
     x, y, r = SIDE / 2 + rng.uniform(-2, 2), 60 + rng.uniform(-2, 2), 36 + rng.uniform(-2, 2)
     draw.pieslice((x - r, y - r, x + r, y + r), 180, 360 - missing, fill=COLOURS[colour])
     draw.line((x - r, y, x + r, y), fill=(0, 0, 0), width=2)
@@ -116,33 +129,30 @@ def draw_angle(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, missi
     draw.line((x, y, x + r * math.cos(radians), y - r * math.sin(radians)), fill=(0, 0, 0), width=2)
 
 
-def png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def in_split(data: bytes, split: str) -> bool:
-    """Whether an image may occur in a split: the hash of its bytes decides if that is test, or any other."""
+def belongs_to_split(data: bytes, split: str) -> bool:
+    """Return whether an image may occur in a split: the hash of its bytes decides between test and all other splits."""
     return (hashlib.sha256(data).digest()[0] < 64) == (split == "test")
 
 
-def exists(rng: random.Random, question: str, truth: str, options: list[str]) -> tuple[str, str, str]:
-    """Asks for what is there as often as for what is not."""
+def make_exists_question(rng: random.Random, question: str, truth: str, options: list[str]) -> tuple[str, str, str]:
+    """Return (answer type, question, answer); the answer is yes as often as no."""
     present = rng.random() < 0.5
-    asked = truth if present else rng.choice([option for option in options if option != truth])
-    return "exists", question.format(asked), "yes" if present else "no"
+    subject = truth if present else rng.choice([option for option in options if option != truth])
+    return "exists", question.format(subject), "yes" if present else "no"
 
 
 def in_one_split(name: str) -> Callable[[Callable[[random.Random], Scene]], Scenes]:
-    """Decorator: make a function that draws a scene a task's `scenes(split, seed)`, endless and none in two splits."""
+    """Return a decorator that turns a function that draws one scene into a task's `scenes(split, seed)`.
+
+    The scenes are endless, and no image is in two splits.
+    """
 
     def make(draw: Callable[[random.Random], Scene]) -> Scenes:
         def scenes(split: str, seed: int) -> Iterator[Scene]:
-            rng = random_of(name, split, seed)
+            rng = make_split_rng(name, split, seed)
             while True:
                 images, questions = draw(rng)
-                if in_split(images[0], split):
+                if belongs_to_split(images[0], split):
                     yield images, questions
 
         return scenes
@@ -150,39 +160,47 @@ def in_one_split(name: str) -> Callable[[Callable[[random.Random], Scene]], Scen
     return make
 
 
-def random_of(name: str, split: str, seed: int) -> random.Random:
-    """Return the random numbers of a split's drawings."""
-    need(split in SALT, f"--split {split!r}: toys have {', '.join(SALT)}")
-    return random.Random(f"{name}{SALT[split]}/{seed}")
+def make_split_rng(name: str, split: str, seed: int) -> random.Random:
+    """Return the random number generator for the drawings of a split."""
+    need(split in SPLIT_SEEDS, f"--split {split!r}: toys have {', '.join(SPLIT_SEEDS)}")
+    return random.Random(f"{name}{SPLIT_SEEDS[split]}/{seed}")
 
 
 @in_one_split("")
 def drawings(rng: random.Random) -> Scene:
-    """A drawing, and questions without their prompts: (answer type, question, answer)."""
+    """Draw shapes or an angle, with questions that have no prompt yet: (answer type, question, answer)."""
     colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, 4)
     missing = rng.choice(ANGLES) if rng.random() < 0.2 else None
     image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
     if missing:
         draw_angle(ImageDraw.Draw(image), rng, colour, missing)
-        return [png(image)], [("angle", "What is the missing angle?", str(missing))]
+        return [encode_png(image)], [("angle", "What is the missing angle?", str(missing))]
     draw_shapes(ImageDraw.Draw(image), rng, COLOURS[colour], shape, count)
-    return [png(image)], [
+    return [encode_png(image)], [
         ("count", "How many shapes are there?", str(count)),
         ("colour", "What colour are they?", colour),
         ("shape", "Which shape is it?", shape),
-        exists(rng, "Is there a {} shape?", colour, list(COLOURS)),
-        exists(rng, "Is there a {}?", shape, list(SHAPES)),
+        make_exists_question(rng, "Is there a {} shape?", colour, list(COLOURS)),
+        make_exists_question(rng, "Is there a {}?", shape, list(SHAPES)),
     ]
 
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
-    """Endless drawings, no image in two splits."""
+    """Yield endless drawings with their questions; no image is in two splits."""
     for images, questions in drawings(split, seed):
-        yield images, [(kind, f"{MARK}{INSTRUCTION} {asked}", boxed(truth), truth) for kind, asked, truth in questions]
+        yield (
+            images,
+            [
+                (kind, f"{IMAGE_PLACEHOLDER}{INSTRUCTION} {question}", make_boxed_response(truth), truth)
+                for kind, question, truth in questions
+            ],
+        )
 
 
-def in_turn(n: int, source: Iterator[Scene], kinds: Sequence[str]) -> Iterator[tuple[list[bytes], str, str, str]]:
-    """n times (images, answer type, prompt, truth): one question to a scene, no scene twice, the types in turn."""
+def alternate_types(
+    n: int, source: Iterator[Scene], kinds: Sequence[str]
+) -> Iterator[tuple[list[bytes], str, str, str]]:
+    """Yield n times (images, answer type, prompt, truth): one question per scene, no scene twice, the types in turn."""
     waiting: dict[str, list] = {kind: [] for kind in kinds}
     seen = set()
     for index in range(n):
@@ -200,11 +218,14 @@ def in_turn(n: int, source: Iterator[Scene], kinds: Sequence[str]) -> Iterator[t
 def toy_of(
     task: str, scenes: Scenes, kinds: Sequence[str], prompts: str = "prompt", images: str = "images", answers: str = ""
 ) -> Toy:
-    """Return the `toy` of a task that draws: n rows, see `in_turn`, in the on-disk format, or with other names for the
-    columns of prompts, images and answers."""
+    """Return the function `toy(n, split, seed)` of a task that draws its images.
+
+    It yields n rows in the on-disk format, chosen by `alternate_types`. `prompts`, `images` and `answers` are names of
+    columns.
+    """
 
     def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-        for index, (files, kind, prompt, truth) in enumerate(in_turn(n, scenes(split, seed), kinds)):
+        for index, (files, kind, prompt, truth) in enumerate(alternate_types(n, scenes(split, seed), kinds)):
             answer = {answers: truth} if answers else {"reward_model": {"style": "rule", "ground_truth": truth}}
             uid = f"{task}-{split}-{seed}-{index}"
             yield answer | {

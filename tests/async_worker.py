@@ -38,25 +38,25 @@ class StandIn(HFEngine):
         with self.lock:
             return super().load_weights(named_tensors)
 
-    def _begin(self, *of):
+    def _prefill_batch(self, *of):
         with self.lock:
-            return super()._begin(*of)
+            return super()._prefill_batch(*of)
 
-    def _step(self, batch, responses, sampling, head_HV):
+    def _decode_step(self, batch, responses, sampling, head_HV):
         time.sleep(DELAY * random.random())
         with self.lock:
-            rollouts = [batch.rows[b].rollout for b in batch.active]
+            rollouts = [batch.rows[b].rollout for b in batch.active_rows]
             for r in rollouts:
-                self.sampled.setdefault(id(r), []).append(self.version)
-            super()._step(batch, responses, sampling, head_HV)
+                self.sampled.setdefault(id(r), []).append(self.weights_version)
+            super()._decode_step(batch, responses, sampling, head_HV)
             for r in rollouts:
                 if r.ended_by:
                     r.versions = self.sampled.pop(id(r))
 
 
-def stand_in(servers, processor, dtype, ctx, interrupted, **more):
+def stand_in(servers, processor, dtype, ctx, should_stop, **more):
     path = sys.argv[sys.argv.index("--model") + 1]
-    return StandIn(load_hf(path, dtype), processor, ctx.device, interrupted=interrupted)
+    return StandIn(load_hf(path, dtype), processor, ctx.device, should_stop=should_stop)
 
 
 def plug_in_stand_in(module, flag):
@@ -65,7 +65,7 @@ def plug_in_stand_in(module, flag):
 
 def recording(make_batch):
     def recorded(pool, cfg, *more):
-        first = pool.position - pool.round
+        first = pool.position - pool.batches_used
         uids: dict[int, list[str]] = {}
         for (number, _), group in pool.groups.items():
             uids.setdefault(first + number, []).append(group[0].prompt.uid)
@@ -79,5 +79,5 @@ def recording(make_batch):
 if __name__ == "__main__":
     engines.launch.plug_in = plug_in_stand_in
     train.check_engine = lambda *of: None
-    train.make_batch = recording(train.make_batch)
+    train.pack_batch = recording(train.pack_batch)
     run_script(train.main, train.parse_args)

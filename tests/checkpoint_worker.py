@@ -21,10 +21,10 @@ import parallel.checkpoint as C  # noqa: E402
 import train  # noqa: E402
 from errors import UserError  # noqa: E402
 from model import Policy, Processor  # noqa: E402
-from parallel.loading import load_sharded, meta_hf  # noqa: E402
-from parallel.resume import find_start  # noqa: E402
-from parallel.sharding import make_optimizer, shard  # noqa: E402
-from utils import dist_setup, run_script  # noqa: E402
+from parallel.loading import build_meta_model, load_sharded  # noqa: E402
+from parallel.resume import find_resume_checkpoint  # noqa: E402
+from parallel.sharding import apply_fsdp, make_optimizer  # noqa: E402
+from utils import run_script, setup_distributed  # noqa: E402
 
 WEIGHT = "model.language_model.layers.0.mlp.up_proj.weight"
 
@@ -32,11 +32,11 @@ WEIGHT = "model.language_model.layers.0.mlp.up_proj.weight"
 def main(_) -> None:
     torch.set_num_threads(1)
     model, folder = sys.argv[1], Path(sys.argv[2])
-    out, ctx, processor, told = folder / "run", dist_setup(), Processor(sys.argv[1]), []
+    out, ctx, processor, told = folder / "run", setup_distributed(), Processor(sys.argv[1]), []
 
     def build(path: str) -> Policy:
-        policy = Policy(meta_hf(path), processor)
-        shard(policy, ctx.device, torch.float32)
+        policy = Policy(build_meta_model(path), processor)
+        apply_fsdp(policy, ctx.device, torch.float32)
         load_sharded(policy, path)
         return policy
 
@@ -63,10 +63,10 @@ def main(_) -> None:
     HuggingFaceStorageWriter.write_data = full if ctx.rank == 1 else real
     tell(C.save_checkpoint, out, 6, models, 2)
     HuggingFaceStorageWriter.write_data = real
-    C.sync = full  # of trainer.json, by rank 0
+    C.fsync_path = full  # of trainer.json, by rank 0
     tell(C.save_checkpoint, out, 6, models, 2)
 
-    if ctx.main:
+    if ctx.is_main:
         file = out / "checkpoints" / "step_000004" / "shard-00002-model-00001-of-00001.safetensors"
         content = bytearray(file.read_bytes())
         content[999] ^= 1
@@ -78,12 +78,12 @@ def main(_) -> None:
         )  # of rank 1
         save_file(tensors, folder / "bad" / "model.safetensors", metadata={"format": "pt"})
     torch.distributed.barrier()
-    tell(C.damage, out / "checkpoints" / "step_000004")
+    tell(C.find_damage, out / "checkpoints" / "step_000004")
     tell(
-        find_start,
+        find_resume_checkpoint,
         out,
         "auto",
-        train.parse_args(["--model", model, "--data", "d", "--out", str(out), "--steps", "9"]).flat(),
+        train.parse_args(["--model", model, "--data", "d", "--out", str(out), "--steps", "9"]).to_flags(),
         [],
     )
     tell(build, str(folder / "bad"))

@@ -20,7 +20,7 @@ from PIL import Image  # noqa: E402
 import demo  # noqa: E402
 import model as M  # noqa: E402
 from rollout import Prompt, Rollout  # noqa: E402
-from utils import Context  # noqa: E402
+from utils import DistContext  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -39,7 +39,7 @@ DELETABLE = {
               "caption digits geometry geospot pairs vqa _math_verify _places _tables".split()],
     "tensor parallelism": ["parallel/tensor_parallel.py"],
     "sampling ahead": ["engines/ahead.py"],
-    "sources": [f"sources/{name}.py" for name in ("fetch", "remote", "text", "look")],
+    "sources": [f"sources/{name}.py" for name in ("fetch", "remote", "text", "inspect_rows")],
 }
 DELETED = [name for names in DELETABLE.values() for name in names if not (ROOT / name).exists()]
 MISSING = re.compile(r"No module named '(?:engines|envs|parallel|report|rewards|sources|tasks)\b[^']*'"
@@ -111,6 +111,6 @@ def picture():
 def ctx():
     """The context of the only process, with its process group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Context(0, 1, torch.device("cpu"))
+    yield DistContext(0, 1, torch.device("cpu"))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -19,9 +19,9 @@ from load_worker import status  # noqa: E402
 
 import eval as E  # noqa: E402
 from layers.lora import merge_lora  # noqa: E402
-from parallel.checkpoint import load_trained  # noqa: E402
-from rollout import Engine, Examples  # noqa: E402
-from utils import Context, dist_setup, run_script  # noqa: E402
+from parallel.checkpoint import load_model_or_checkpoint  # noqa: E402
+from rollout import Engine, ExampleList  # noqa: E402
+from utils import DistContext, run_script, setup_distributed  # noqa: E402
 
 
 def checksum(tensor):
@@ -31,24 +31,24 @@ def checksum(tensor):
 class Sink(Engine):
     """An engine that keeps only the checksums of its weights."""
 
-    complete = True
+    has_all_weights = True
 
     def load_weights(self, named_tensors):
         self.sums = {name: (tensor.dtype, checksum(tensor)) for name, tensor in named_tensors}
         return {}
 
 
-def sync(path: str, ctx: Context) -> dict[str, tuple]:
+def sync(path: str, ctx: DistContext) -> dict[str, tuple]:
     cfg = E.parse_args([path, "--data", "-", "--out", "-", "--dtype", "bfloat16", "--rollout", "vllm"])
     engine = Sink()
-    E.start_engine(cfg, path, None, Examples([], [0]), None, ctx, engine)
+    E.load_engine(cfg, path, None, ExampleList([], [0]), None, ctx, engine)
     return engine.sums
 
 
 def main(_) -> None:
     torch.set_num_threads(1)
     small, out, *paths = sys.argv[1:]
-    ctx, found = dist_setup(), []
+    ctx, found = setup_distributed(), []
     for path in paths:
         sync(small, ctx)
         gc.collect()
@@ -56,13 +56,13 @@ def main(_) -> None:
         before = status("VmRSS")
         sums = sync(path, ctx)
         peak = status("VmHWM") - before
-        hf = merge_lora(load_trained(path))
+        hf = merge_lora(load_model_or_checkpoint(path))
         want = {name: (torch.bfloat16, checksum(p.bfloat16())) for name, p in hf.named_parameters()}
         whole, largest = (4 * f(p.numel() for p in hf.parameters()) for f in (sum, max))
         found.append({"peak": peak, "whole": whole, "largest": largest, "equal": sums == want})
         del hf
     everyone = ctx.gather(found)
-    if ctx.main:
+    if ctx.is_main:
         Path(out).write_text(json.dumps(everyone))
 
 

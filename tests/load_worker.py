@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from layers.lora import Lora, add_lora  # noqa: E402
+from layers.lora import LoraConfig, add_lora  # noqa: E402
 from model import Policy, Processor, load_hf  # noqa: E402
-from parallel.loading import load_sharded, meta_hf  # noqa: E402
-from parallel.sharding import ParallelConfig, full, shard  # noqa: E402
-from utils import dist_setup, run_script  # noqa: E402
+from parallel.loading import build_meta_model, load_sharded  # noqa: E402
+from parallel.sharding import ParallelConfig, apply_fsdp, gather_full  # noqa: E402
+from utils import run_script, setup_distributed  # noqa: E402
 
 
 def status(key: str) -> int:
@@ -34,31 +34,32 @@ def main(_) -> None:
     torch.set_num_threads(1)
     model, out, small = sys.argv[1:4]
     tp = int(sys.argv[4]) if len(sys.argv) > 4 else 1
-    ctx, processor = dist_setup(), Processor(model)
-    policy = Policy(meta_hf(small), processor)
-    shard(policy, ctx.device, torch.float32, ParallelConfig(tp=tp))
+    ctx, processor = setup_distributed(), Processor(model)
+    policy = Policy(build_meta_model(small), processor)
+    apply_fsdp(policy, ctx.device, torch.float32, ParallelConfig(tp=tp))
     load_sharded(policy, small)
     del policy
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that is freed but kept would hide a part of the model's
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = status("VmRSS")
-    policy = Policy(meta_hf(model), processor)
-    shard(policy, ctx.device, torch.float32, ParallelConfig(tp=tp))
+    policy = Policy(build_meta_model(model), processor)
+    apply_fsdp(policy, ctx.device, torch.float32, ParallelConfig(tp=tp))
     load_sharded(policy, model)
     peak = status("VmHWM") - before
     want, whole = load_hf(model), sum(p.nbytes for p in policy.parameters())
     equal = all(
-        torch.equal(full(p), dict(want.named_parameters())[n.removeprefix("hf.")]) for n, p in policy.named_parameters()
+        torch.equal(gather_full(p), dict(want.named_parameters())[n.removeprefix("hf.")])
+        for n, p in policy.named_parameters()
     )
     buffers = dict(want.named_buffers())
     equal_buffers = all(
         torch.equal(b, buffers[n.removeprefix("hf.")]) for n, b in policy.named_buffers() if n != "banned"
     )
-    lora = Policy(add_lora(meta_hf(model), Lora(2, 4.0)), processor)
-    shard(lora, ctx.device, torch.float32, ParallelConfig(tp=tp))
+    lora = Policy(add_lora(build_meta_model(model), LoraConfig(2, 4.0)), processor)
+    apply_fsdp(lora, ctx.device, torch.float32, ParallelConfig(tp=tp))
     load_sharded(lora, model)
-    equal_lora = torch.equal(full(lora.hf.lm_head.weight), want.lm_head.weight) and not any(
+    equal_lora = torch.equal(gather_full(lora.hf.lm_head.weight), want.lm_head.weight) and not any(
         p.is_meta for p in lora.parameters()
     )
     tied = lora.hf.lm_head.weight is lora.hf.get_input_embeddings().weight
@@ -66,7 +67,7 @@ def main(_) -> None:
     dist.all_gather_object(
         parts, {"peak": peak, "whole": whole, "equal": [equal, equal_buffers, equal_lora], "tied": tied}
     )
-    if ctx.main:
+    if ctx.is_main:
         Path(out).write_text(json.dumps(parts))
 
 

@@ -1,5 +1,5 @@
 """Run by test_train.py under torchrun: one step's training on fixed rollouts, sampled by the ranks in an uneven way and
-moved between them by packing.balance_over_ranks; saves metrics and gradients.
+moved between them by packing.balance_across_ranks; saves metrics and gradients.
 
 python -m torch.distributed.run --standalone --nproc-per-node N tests/parity_worker.py MODEL OUT.pt [flags of train.py]
 
@@ -22,14 +22,14 @@ from PIL import Image  # noqa: E402
 import grpo  # noqa: E402
 import kernels  # noqa: E402
 import train  # noqa: E402
-from layers.lora import AdaptersOff, Lora, add_lora, lora_layers  # noqa: E402
+from layers.lora import AdapterFreePolicy, LoraConfig, add_lora, find_lora_layers  # noqa: E402
 from model import Critic, Policy, Processor, load_config, load_hf  # noqa: E402
-from packing import Packer, flop_rates  # noqa: E402
+from packing import Packer, flop_costs  # noqa: E402
 from parallel.models import Models  # noqa: E402
-from parallel.sharding import full, shard  # noqa: E402
-from report.log import Skipped  # noqa: E402
-from rollout import GroupPool, Prompt, Rollout, Turn  # noqa: E402
-from utils import Context, Meter, dist_setup, run_script  # noqa: E402
+from parallel.sharding import apply_fsdp, gather_full  # noqa: E402
+from report.log import SkippedUpdates  # noqa: E402
+from rollout import GroupPool, Prompt, Rollout, TurnSequence  # noqa: E402
+from utils import DistContext, Meter, run_script, setup_distributed  # noqa: E402
 
 N_IMAGES = (
     1,
@@ -50,10 +50,10 @@ def make_prompts(uids: Sequence[str], processor: Processor) -> list[Prompt]:
         images = []
         for i in range(N_IMAGES[number]):
             image = Image.frombytes("RGB", (84, 56), rng.randbytes(84 * 56 * 3))
-            images.append(processor.image(f"{number}/{i}", image))
+            images.append(processor.image_to_patches(f"{number}/{i}", image))
         content = "<image>" * len(images) + "What now? " * (number + 1)
         prompts.append(
-            Prompt(uid, processor.encode([{"role": "user", "content": content}], images), images, None, [])
+            Prompt(uid, processor.tokenize_prompt([{"role": "user", "content": content}], images), images, None, [])
         )
     return prompts
 
@@ -75,16 +75,16 @@ def make_rollouts(prompts: Sequence[Prompt], group_size: int) -> list[Rollout]:
 def into_turns(rollout: Rollout) -> Rollout:
     """Return a rollout with its response cut into up to three turns, each a sequence that begins as others do. What the
     environment said before a turn is in the response, too."""
-    rng = random.Random(f"turns of {rollout.prompt.uid}/{rollout.sample}")
+    rng = random.Random(f"turns of {rollout.prompt.uid}/{rollout.sample_index}")
     sampled, turns, response, mask = rollout.response, [], [], []
     cuts = rng.sample(range(1, len(sampled)), min(rng.randint(0, 2), len(sampled) - 1))
     for start, end in itertools.pairwise([0, *sorted(cuts), len(sampled)]):
         said = [rng.randrange(2) for _ in range(rng.randint(1, 3))] if start else []
         ids = [*rollout.prompt.token_ids, *said, *sampled[start:end]]
-        turns.append(Turn(ids, end - start, len(rollout.prompt.images)))
+        turns.append(TurnSequence(ids, end - start, len(rollout.prompt.images)))
         response += [*said, *sampled[start:end]]
         mask += [False] * len(said) + [True] * (end - start)
-    return replace(rollout, response=response, response_mask=mask, separate=turns)
+    return replace(rollout, response=response, response_mask=mask, separate_turns=turns)
 
 
 def spread(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
@@ -98,7 +98,7 @@ def moved_policy(rollouts: Sequence[Rollout]) -> torch.Tensor:
     """(N,) how far the policy has come from the old one, in nats a token: far enough for some ratios to be clipped."""
     moves = []
     for rollout in rollouts:
-        rng = random.Random(f"{rollout.prompt.uid}/{rollout.sample}")
+        rng = random.Random(f"{rollout.prompt.uid}/{rollout.sample_index}")
         moves += [rng.uniform(-0.6, 0.6) for _ in rollout.logprobs]
     return torch.tensor(moves)
 
@@ -135,11 +135,11 @@ def precision(types: tuple) -> None:
     torch.set_default_dtype(types[0])
 
 
-def load_model(path: str, lora: Lora | None, double: bool) -> torch.nn.Module:
+def load_model(path: str, lora: LoraConfig | None, double: bool) -> torch.nn.Module:
     precision(SINGLE)
     hf = load_hf(path)
     if lora:  # B starts at 0, and then A has no gradient
-        for layer in lora_layers(add_lora(hf, lora)).values():
+        for layer in find_lora_layers(add_lora(hf, lora)).values():
             torch.nn.init.constant_(layer.lora_B, 0.01)
     if double:
         hf = hf.double()
@@ -149,7 +149,7 @@ def load_model(path: str, lora: Lora | None, double: bool) -> torch.nn.Module:
     return hf
 
 
-def build(cfg: train.Config, processor: Processor, ctx: Context, double: bool, lr: float) -> Models:
+def build(cfg: train.Config, processor: Processor, ctx: DistContext, double: bool, lr: float) -> Models:
     """As parallel.models.build_models does, but the models differ from each other, and the optimizer is SGD."""
     algo = cfg.algo
     lora = cfg.model.lora(cfg.run.seed)
@@ -158,9 +158,9 @@ def build(cfg: train.Config, processor: Processor, ctx: Context, double: bool, l
         if hasattr(model, "value_head"):
             shaken(model.value_head.to(torch.float32), 0.1)
         model.train()
-        if cfg.model.grad_checkpointing:
+        if cfg.model.gradient_checkpointing:
             model.hf.gradient_checkpointing_enable({"use_reentrant": False})
-        shard(model, ctx.device, torch.float32, cfg.parallel, frozen)
+        apply_fsdp(model, ctx.device, torch.float32, cfg.parallel, frozen)
         return model
 
     def optimizer_of(model: Policy) -> torch.optim.Optimizer:
@@ -175,7 +175,7 @@ def build(cfg: train.Config, processor: Processor, ctx: Context, double: bool, l
         models.critic = place(Critic(load_model(cfg.model.model, lora, double), processor, cfg.model.train_vision))
         models.critic_optimizer = optimizer_of(models.critic)
     if algo.needs_reference and lora:
-        models.reference = AdaptersOff(policy)
+        models.reference = AdapterFreePolicy(policy)
     elif algo.needs_reference:
         other = Policy(shaken(load_model(cfg.model.model, None, double), 0.01), processor)
         models.reference = place(other.requires_grad_(False), frozen=True)
@@ -207,33 +207,33 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
     world = torch.distributed.get_world_size()
     if world == 1:  # what others are compared with
         cfg = replace(cfg, parallel=replace(cfg.parallel, replicate=1, tp=1))
-    ctx = Context(torch.distributed.get_rank(), world, torch.device("cpu"), cfg.parallel.tp)
+    ctx = DistContext(torch.distributed.get_rank(), world, torch.device("cpu"), cfg.parallel.tp)
     processor = Processor(model)
     vocab = load_config(model).text_config.vocab_size
     kernels.CPU_BLOCK_ELEMENTS = int(own.get("block", 4000)) * vocab
     models = build(cfg, processor, ctx, double, lr=float(own.get("sgd", 0)))
-    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_rates(models.policy.hf.config))
+    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_costs(models.policy.hf.config))
 
     # by stride, so that some process has more to do
     pool = GroupPool(cfg.algo, cfg.rollout, 0, ctx)
-    prompts = make_prompts([f"p{place}" for place in range(ctx.rank, pool.wanted, ctx.world)], processor)
+    prompts = make_prompts([f"p{place}" for place in range(ctx.rank, pool.target_groups, ctx.world)], processor)
     rollouts = make_rollouts(prompts, cfg.algo.group_size)
     rollouts = [into_turns(r) for r in rollouts] if "turns" in own else rollouts
     pool.add(rollouts, [r.rewards for r in rollouts])
     meter = Meter()
-    batch = train.make_batch(pool, cfg, packer, ctx, meter)
+    batch = train.pack_batch(pool, cfg, packer, ctx, meter)
     came = sorted({r.prompt.uid for r in batch.rollouts} - {prompt.uid for prompt in prompts})  # from another process
-    train.compute_before_update(batch, models, cfg)
+    train.compute_logprobs_and_values(batch, models, cfg)
     if not cfg.algo.on_policy:
         batch.tokens.old_logps -= moved_policy(batch.rollouts)
     train.set_advantages(batch, cfg.algo, cfg.algo.kl_coef, ctx, meter)
-    state = train.State(kl_coef=cfg.algo.kl_coef)
-    train.update_policy(models, batch, cfg, state, ctx, meter, Skipped(Path("-"), ctx))
+    state = train.TrainState(kl_coef=cfg.algo.kl_coef)
+    train.update_policy(models, batch, cfg, state, ctx, meter, SkippedUpdates(Path("-"), ctx))
     gradients = {}
     for name, m in (("policy", models.policy), ("critic", models.critic), ("reference", models.reference)):
         if isinstance(m, Policy):
             assert_equal_copies(m)
-            gradients |= {f"{name}.{n}": full(p.grad) for n, p in m.named_parameters() if p.grad is not None}
+            gradients |= {f"{name}.{n}": gather_full(p.grad) for n, p in m.named_parameters() if p.grad is not None}
     micros = batch.minibatches[0]
     return {
         "metrics": meter.reduce(ctx),
@@ -249,7 +249,7 @@ def main(_) -> None:
     torch.set_num_threads(1)
     model, out, *flags = sys.argv[1:]
     double = "float64" in flags
-    ctx = dist_setup()
+    ctx = setup_distributed()
     cases: list[list[str]] = [[]]
     for flag in flags:
         if flag == "/":
@@ -257,10 +257,10 @@ def main(_) -> None:
         elif flag != "float64":
             cases[-1].append(flag)
     results = [one_case(model, case, double) for case in cases]
-    if ctx.main:
+    if ctx.is_main:
         torch.save(results, out)
 
 
 if __name__ == "__main__":
-    grpo.loss("spread", per_token=False)(spread)
+    grpo.register_loss("spread", per_token=False)(spread)
     run_script(main, lambda: None)

@@ -16,7 +16,7 @@ import train
 from grpo import (
     Algorithm,
     PolicyLoss,
-    adapt_kl,
+    adapt_kl_coef,
     gae,
     group_advantages,
     kl,
@@ -26,7 +26,7 @@ from grpo import (
     whiten,
 )
 from kernels import fused_policy_loss
-from packing import TokenBatch, token_batch
+from packing import TokenBatch, make_token_batch
 
 GROUPED = ("grpo", "dr_grpo", "rloo")  # methods that compare the samples of a prompt
 
@@ -107,7 +107,7 @@ def test_equal_rewards_give_exactly_zero():
         (torch.zeros(3, 1), "rloo", "G=1"),
         (torch.tensor([[0.0, float("nan")]]), "grpo", "prompt 0, sample 1 is nan"),
         (torch.tensor([[0.0], [float("inf")]]), "reinforce++", "prompt 1, sample 0 is inf"),
-        (torch.zeros(1, 2), "magic", "known: dr_grpo, grpo, rloo, reinforce"),
+        (torch.zeros(1, 2), "magic", "choose one of dr_grpo, grpo, rloo, reinforce"),
         (torch.zeros(1, 2), "gae", "unknown method 'gae'"),
     ],
 )
@@ -211,10 +211,10 @@ def slow_importance(old, engine, rollout, algo):
     out = []
     for t in range(len(old)):
         factor = 1.0 if algo.tis_cap is None else min(math.exp(old[t] - engine[t]), algo.tis_cap)
-        if algo.tis_mask is not None:
+        if algo.ratio_mask is not None:
             mine = [u for u in range(len(old)) if rollout[u] == rollout[t]]
             mean = math.prod(math.exp(old[u] - engine[u]) for u in mine) ** (1 / len(mine))
-            low, high = map(float, algo.tis_mask.split(","))
+            low, high = map(float, algo.ratio_mask.split(","))
             factor *= low <= mean <= high
         out.append(factor)
     return out
@@ -249,7 +249,7 @@ def as_tensors(c, dtype=torch.float64):
 
 def loss_of(loss="clip", kl_coef=0.0, **settings):
     """Off policy, as two passes over the same rollouts are."""
-    return PolicyLoss(Algorithm(loss=loss, kl_coef=kl_coef, epochs=2, **settings), kl_coef)
+    return PolicyLoss(Algorithm(loss=loss, kl_coef=kl_coef, update_epochs=2, **settings), kl_coef)
 
 
 def name_of(loss):
@@ -260,13 +260,13 @@ LOSSES = [
     loss_of(), loss_of(clip_high=0.28), loss_of(dual_clip=1.3), loss_of("gspo", clip_low=0.05, clip_high=0.1),
     loss_of("gspo", clip_low=0.05, clip_high=0.1, dual_clip=1.1), loss_of("cispo", clip_low=1.0, clip_high=0.4),
     loss_of("cispo", clip_low=0.3, clip_high=0.2), loss_of("sapo"), loss_of("reinforce"),
-    *(loss_of(kl=kind, kl_coef=0.3) for kind in grpo.KL_KINDS),
+    *(loss_of(kl=kind, kl_coef=0.3) for kind in grpo.KL_ESTIMATORS),
     loss_of("gspo", clip_low=0.05, clip_high=0.1, kl="k3", kl_coef=0.2, entropy_coef=0.1),
     loss_of("sapo", entropy_coef=0.05),
     loss_of(tis_cap=1.2),
     loss_of("gspo", clip_low=0.05, clip_high=0.1, tis_cap=1.1),
-    loss_of("cispo", clip_low=0.3, clip_high=0.2, tis_mask="0.9,1.2", entropy_coef=0.1),
-    loss_of(kl="k3", kl_coef=0.2, tis_cap=1.3, tis_mask="0.8,1.1"),
+    loss_of("cispo", clip_low=0.3, clip_high=0.2, ratio_mask="0.9,1.2", entropy_coef=0.1),
+    loss_of(kl="k3", kl_coef=0.2, tis_cap=1.3, ratio_mask="0.8,1.1"),
 ]  # fmt: skip
 each_loss = pytest.mark.parametrize("loss", LOSSES, ids=name_of)
 
@@ -277,7 +277,7 @@ def test_loss_and_gradient_equal_the_definition(loss):
     algo = loss.algo
     logp, entropy, tokens = as_tensors(c)
     factors = slow_importance(c["old_logps"], c["rollout_logps"], c["rollout"], algo)
-    kept = slow_importance(c["old_logps"], c["rollout_logps"], c["rollout"], Algorithm(tis_mask=algo.tis_mask))
+    kept = slow_importance(c["old_logps"], c["rollout_logps"], c["rollout"], Algorithm(ratio_mask=algo.ratio_mask))
 
     def total(at, entropy_at):
         losses = slow_losses(at, c["old_logps"], c["advantages"], c["rollout"], algo, stopped=c["logp"])
@@ -305,9 +305,9 @@ def test_loss_and_gradient_equal_the_definition(loss):
     assert 5 < clipped < 55 if algo.loss in ("clip", "gspo", "cispo") else clipped == 0  # both sides were exercised
     assert (indicators["kl"] >= 0).all()
     assert ("capped" in indicators) == (algo.tis_cap is not None) and ("kept" in indicators) == (
-        algo.tis_mask is not None
+        algo.ratio_mask is not None
     )
-    assert algo.tis_mask is None or indicators["kept"].tolist() == [k > 0 for k in kept] and 0 < sum(kept) < 60
+    assert algo.ratio_mask is None or indicators["kept"].tolist() == [k > 0 for k in kept] and 0 < sum(kept) < 60
 
 
 def test_on_policy_every_loss_has_the_policy_gradient():
@@ -384,12 +384,12 @@ def test_the_sum_does_not_depend_on_how_responses_are_split(loss):
 
 def test_unknown_names_are_refused():
     one = torch.zeros(1)
-    for call, match in ((lambda: policy_loss(one, one, one, kind="magic"), "known: clip, gspo, cispo, sapo, reinforce"),
-                        (lambda: kl(one, one, "k4"), "known: k1, k2, k3")):  # fmt: skip
+    for call, match in ((lambda: policy_loss(one, one, one, kind="magic"), "one of clip, gspo, cispo, sapo, reinforce"),
+                        (lambda: kl(one, one, "k4"), "choose one of k1, k2, k3")):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             call()
-    for register in (grpo.advantage("grpo", norm_std="none"), grpo.loss("clip")):
-        with pytest.raises(AssertionError, match="is there already"):
+    for register in (grpo.register_advantage("grpo", norm_std="none"), grpo.register_loss("clip")):
+        with pytest.raises(AssertionError, match="is already registered"):
             register(abs)
 
 
@@ -407,28 +407,30 @@ def slow_advantages(rewards, tasks, counts, old, ref, counted, algo, kl_coef):
     told = [r for r, c in zip(flat, counted, strict=True) if c]  # where they agree only penalties differ
     same = len(set(told)) < 2
     if algo.adv in GROUPED:
-        told = [r if algo.sample_rounds == 1 or len(set(t)) > 1 else [0.0] for r, t in zip(rewards, tasks, strict=True)]
+        told = [
+            r if algo.max_gen_batches == 1 or len(set(t)) > 1 else [0.0] for r, t in zip(rewards, tasks, strict=True)
+        ]
         same = all(len(set(group)) == 1 for group in told)
         total = [r - sum(p) for r, p in zip(flat, penalties, strict=True)]
         groups = [total[i : i + size] for i in range(0, len(total), size)]
-        if algo.std != "batch":
-            by_group = published(groups, algo.adv, algo.std)
+        if algo.effective_norm_std != "batch":
+            by_group = published(groups, algo.adv, algo.effective_norm_std)
         else:
             by_group = published(groups, algo.adv, "none")
-            dead = [algo.sample_rounds > 1 and len(set(t)) == 1 for t in tasks]
+            dead = [algo.max_gen_batches > 1 and len(set(t)) == 1 for t in tasks]
             by_group = [[0.0] * size if d or len(set(g)) == 1 else a for a, g, d in
                         zip(by_group, groups, dead, strict=True)]  # fmt: skip
             std = statistics.stdev(itertools.chain.from_iterable(by_group))
             std = 1.0 if same and algo.kl_in == "reward" else std
             by_group = [[a / std if std > 1e-9 else 0.0 for a in g] for g in by_group]
-        by_group = [[0.0] * size if len(set(g)) == 1 or algo.sample_rounds > 1 and len(set(t)) == 1 else a
+        by_group = [[0.0] * size if len(set(g)) == 1 or algo.max_gen_batches > 1 and len(set(t)) == 1 else a
                     for a, g, t in zip(by_group, groups, tasks, strict=True)]  # fmt: skip
         return [[a] * n for a, n in zip(itertools.chain.from_iterable(by_group), counts, strict=True)]
     out = []
     for r, p in zip(flat, penalties, strict=True):
         earned = [-x for x in p[:-1]] + [r - p[-1]]
         out.append(slow_gae(earned, [0.0] * len(p), [True] * len(p), 1.0, 1.0)[0])
-    if algo.std == "batch":
+    if algo.effective_norm_std == "batch":
         used = list(itertools.chain.from_iterable(a for a, c in zip(out, counted, strict=True) if c))
         mean, std = statistics.fmean(used or [0.0]), statistics.stdev(used) if len(used) > 1 else 0.0
         std = 1.0 if same and algo.kl_in == "reward" else std
@@ -445,21 +447,21 @@ def test_the_column_of_advantages_equals_the_formulas(data):
     adv = data.draw(st.sampled_from([*GROUPED, "reinforce++"]))
     kl_in = data.draw(st.sampled_from(["loss", "reward"]))
     norm_std = data.draw(st.sampled_from(["batch", "none"] + ["group"] * (adv in GROUPED and kl_in == "loss")))
-    kl = data.draw(st.sampled_from(grpo.KL_KINDS))
+    kl = data.draw(st.sampled_from(grpo.KL_ESTIMATORS))
     algo = Algorithm(adv=adv, norm_std=norm_std, group_size=size, kl_coef=0.1, kl=kl,
-                     kl_in=kl_in, sample_rounds=data.draw(st.sampled_from([1, 3])),
+                     kl_in=kl_in, max_gen_batches=data.draw(st.sampled_from([1, 3])),
                      truncated=data.draw(st.sampled_from(["keep", "mask"])))  # fmt: skip
     choices = data.draw(st.sampled_from([[0.5], [0.0, 1.0], [0.1, 0.2, 0.7]]))
     tasks = [[rng.choice(choices) for _ in range(size)] for _ in range(n_prompts)]
-    rewards = [[r + rng.choice([0.0, -0.25]) * (algo.sample_rounds > 1) for r in group] for group in tasks]
+    rewards = [[r + rng.choice([0.0, -0.25]) * (algo.max_gen_batches > 1) for r in group] for group in tasks]
     responses = [[1] * rng.randint(1, 6) for _ in range(n_prompts * size)]
     counts = [len(r) for r in responses]
     counted = [rng.random() < 0.8 or algo.truncated == "keep" for _ in counts]
     old, ref = ([[rng.uniform(-3, 0) for _ in r] for r in responses] for _ in range(2))
-    tokens = token_batch([written("u", [1], r) for r in responses])
+    tokens = make_token_batch([written("u", [1], r) for r in responses])
     tokens.old_logps, tokens.ref_logps = (torch.tensor(list(itertools.chain.from_iterable(x))) for x in (old, ref))
     tensors = [torch.tensor(x, dtype=torch.float64) for x in (rewards, tasks)]
-    got, returns = grpo.advantages(*tensors, tokens, torch.tensor(counted), algo, 0.1)
+    got, returns = grpo.compute_advantages(*tensors, tokens, torch.tensor(counted), algo, 0.1)
     want = slow_advantages(rewards, tasks, counts, old, ref, counted, algo, 0.1)
     assert got.dtype == torch.float64 and (returns is None) == (adv in GROUPED)
     torch.testing.assert_close(
@@ -468,10 +470,10 @@ def test_the_column_of_advantages_equals_the_formulas(data):
 
     # what is not packed could not have had a gradient
     reasons = ["stop" if c else "length" for c in counted]
-    trains = grpo.may_train(tensors[0], reasons, algo)
+    trains = grpo.has_gradient(tensors[0], reasons, algo)
     quiet = Algorithm(**vars(algo) | {"kl_coef": 0.0})
-    trains_quiet = grpo.may_train(tensors[0], reasons, quiet)
-    alone, _ = grpo.advantages(*tensors, tokens, torch.tensor(counted), quiet, 0.0)
+    trains_quiet = grpo.has_gradient(tensors[0], reasons, quiet)
+    alone, _ = grpo.compute_advantages(*tensors, tokens, torch.tensor(counted), quiet, 0.0)
     moves = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, tokens.rollout, alone.abs()) > 0
     for i, count in enumerate(counted):
         assert trains[i] == count or kl_in == "reward"  # a KL term pulls at all of them; as a penalty it needs all
@@ -480,7 +482,7 @@ def test_the_column_of_advantages_equals_the_formulas(data):
     equal = [len(set(group)) == 1 for group in rewards]
     if adv in GROUPED:
         assert not any(trains_quiet[i] and equal[i // size] for i in range(len(counts)))
-    with_bonus = grpo.may_train(tensors[0], reasons, Algorithm(**vars(quiet) | {"entropy_coef": 0.1}))
+    with_bonus = grpo.has_gradient(tensors[0], reasons, Algorithm(**vars(quiet) | {"entropy_coef": 0.1}))
     assert with_bonus == counted
 
 
@@ -492,7 +494,7 @@ def test_a_critics_advantages_are_gaes_over_the_ragged_responses(turns, kl_coef)
     rewards = [[1.0, 0.0], [0.25, 0.5]]
     counts = [3, 1, 5, 2]
     counted = [True, True, False, True]
-    tokens = token_batch([written("u", [1], [1] * n) for n in counts])
+    tokens = make_token_batch([written("u", [1], [1] * n) for n in counts])
     values = torch.randn(sum(counts), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tokens.values, tokens.old_logps, tokens.ref_logps = values, -values.abs(), -0.5 * values.abs() - 0.1
     tokens.turn_rewards = None if turns is None else torch.tensor(turns)
@@ -509,13 +511,13 @@ def test_a_critics_advantages_are_gaes_over_the_ragged_responses(turns, kl_coef)
     mean, std = statistics.fmean(used), statistics.stdev(used)
     want = [(a - mean) / std for a in itertools.chain.from_iterable(advantages)]
     r = torch.tensor(rewards, dtype=torch.float64)
-    got = grpo.advantages(r, r, tokens, torch.tensor(counted), algo, kl_coef)
+    got = grpo.compute_advantages(r, r, tokens, torch.tensor(counted), algo, kl_coef)
     torch.testing.assert_close(got[0], torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(got[1], torch.tensor(returns, dtype=torch.float64), rtol=1e-9, atol=1e-9)
-    assert grpo.may_train(r, ["stop", "stop", "length", "stop"], algo) == [True] * 4  # its values are wanted
+    assert grpo.has_gradient(r, ["stop", "stop", "length", "stop"], algo) == [True] * 4  # its values are wanted
     tokens.values = None
     with pytest.raises(AttributeError):
-        grpo.advantages(r, r, tokens, torch.tensor(counted), algo, 0.0)
+        grpo.compute_advantages(r, r, tokens, torch.tensor(counted), algo, 0.0)
 
 
 # KL, values, penalties ------------------------------------------------------------------------------------------------
@@ -525,7 +527,7 @@ def test_kl_estimators_equal_their_formulas_and_are_unbiased_where_they_should_b
     g = torch.Generator().manual_seed(0)
     p, q = (torch.randn(5, generator=g, dtype=torch.float64).log_softmax(0) for _ in range(2))
     exact = (p.exp() * (p - q)).sum()
-    for kind in grpo.KL_KINDS:
+    for kind in grpo.KL_ESTIMATORS:
         for a, b, got in zip(p.tolist(), q.tolist(), kl(p, q, kind).tolist(), strict=True):
             assert got == pytest.approx(slow_kl(a, b, kind), abs=1e-14)
         mean = (p.exp() * kl(p, q, kind)).sum()  # over the policy's own samples
@@ -540,10 +542,10 @@ def test_kl_estimators_equal_their_formulas_and_are_unbiased_where_they_should_b
 
 
 def test_adaptive_kl_coefficient():
-    assert adapt_kl(0.1, 6.0, 6.0, 256, 10000) == 0.1
-    assert adapt_kl(0.1, 6.6, 6.0, 100, 1000) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
-    assert adapt_kl(0.1, 60.0, 6.0, 100, 1000) == pytest.approx(0.1 * (1 + 0.2 * 0.1))  # bounded
-    assert adapt_kl(0.1, 0.0, 6.0, 100, 1000) == pytest.approx(0.1 * (1 - 0.2 * 0.1))
+    assert adapt_kl_coef(0.1, 6.0, 6.0, 256, 10000) == 0.1
+    assert adapt_kl_coef(0.1, 6.6, 6.0, 100, 1000) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    assert adapt_kl_coef(0.1, 60.0, 6.0, 100, 1000) == pytest.approx(0.1 * (1 + 0.2 * 0.1))  # bounded
+    assert adapt_kl_coef(0.1, 0.0, 6.0, 100, 1000) == pytest.approx(0.1 * (1 - 0.2 * 0.1))
 
 
 def test_rounding_clips_no_value():
@@ -590,9 +592,12 @@ def test_presets_resolve_and_what_is_given_wins():
     assert set(grpo.PRESETS) == {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce++", "ppo"}
     for name, changes in grpo.PRESETS.items():
         algo = algorithm("--algo", name)
-        assert vars(algo) == vars(Algorithm(algo=name, **changes)) and algo.std in grpo.NORM_STD
+        assert vars(algo) == vars(Algorithm(algo=name, **changes)) and algo.effective_norm_std in grpo.NORM_STD
         algo.check()
-    assert algorithm("--algo", "ppo").epochs == 4 and algorithm("--algo", "ppo", "--epochs", "2").epochs == 2
-    assert algorithm("--algo", "dr_grpo").std == "none"
-    assert algorithm("--algo", "dr_grpo", "--adv", "grpo").std == "group"
+    assert (
+        algorithm("--algo", "ppo").update_epochs == 4
+        and algorithm("--algo", "ppo", "--update-epochs", "2").update_epochs == 2
+    )
+    assert algorithm("--algo", "dr_grpo").effective_norm_std == "none"
+    assert algorithm("--algo", "dr_grpo", "--adv", "grpo").effective_norm_std == "group"
     assert algorithm("--algo", "reinforce++", "--kl-coef", "0").kl_coef == 0  # 0 is a setting, not "not given"

@@ -21,16 +21,16 @@ from test_train import TORCHRUN, flags, kill_after, rows, run, shapes  # noqa: F
 import grpo
 import train
 from engines.ahead import Ahead
-from engines.launch import ServerConfig, check_engine
+from engines.launch import RolloutServerConfig, check_engine
 from errors import UserError, in_copy
 from grpo import Algorithm, PolicyLoss
 from kernels import fused_policy_loss
 from model import ModelConfig
 from prepare_data import DataConfig, read_examples
-from reward import Stage
-from rewards.order import batch_of, make_order
-from rollout import Batches, Engine, RolloutConfig, begun
-from utils import Context
+from reward import CurriculumStage
+from rewards.order import make_order, shuffled_batch
+from rollout import Batches, Engine, RolloutConfig, start_rollouts
+from utils import DistContext
 
 P, G = 3, 2
 
@@ -50,7 +50,7 @@ class Served(Engine):
 
     def generate(self, prompts, n, sampling, on_rollout=None):
         self.threads.add(threading.current_thread())
-        rollouts = begun(prompts, n)
+        rollouts = start_rollouts(prompts, n)
         for prompt in prompts:
             self.seeds.setdefault(prompt.uid, []).append(sampling.seed)
         for r in self.rng.sample(rollouts, len(rollouts)):
@@ -59,7 +59,7 @@ class Served(Engine):
                 time.sleep(self.delay * self.rng.random() / len(rollouts))
                 with self.lock:
                     r.logprobs.append(time.monotonic())
-                    r.versions.append(self.version - behind)
+                    r.versions.append(self.weights_version - behind)
             r.response, r.response_mask = [7] * 3, [True] * 3
             on_rollout(r)
         return rollouts
@@ -67,7 +67,7 @@ class Served(Engine):
     def load_weights(self, named_tensors=()):
         with self.lock:
             self.syncs.append(time.monotonic())
-            self.version += 1
+            self.weights_version += 1
         return {}
 
 
@@ -110,11 +110,13 @@ class Loop:
         cfg = SimpleNamespace(
             run=SimpleNamespace(seed=0, steps=steps),
             rollout=RolloutConfig(prompts_per_step=P),
-            servers=ServerConfig(async_steps=ahead),
-            algo=Algorithm(group_size=G, sample_rounds=most),
+            servers=RolloutServerConfig(async_steps=ahead),
+            algo=Algorithm(group_size=G, max_gen_batches=most),
         )
-        curriculum = curriculum or SimpleNamespace(number=stage_of, batch=batch, stage=lambda step: Stage())
-        self.batches = Batches(cfg, curriculum, None, None, Context(0, 1, None))
+        curriculum = curriculum or SimpleNamespace(
+            stage_index=stage_of, select_batch=batch, current_stage=lambda step: CurriculumStage()
+        )
+        self.batches = Batches(cfg, curriculum, None, None, DistContext(0, 1, None))
         self.batches.make = prompts_of
         self.engine = Ahead(engine, self.batches) if ahead else engine
         self.grader = Grader()
@@ -130,7 +132,7 @@ def play(loop, steps, most=1, seed=0):
     """1 to `most` batches a step, then a sync. (step, position, rollouts, when)."""
     rng, position, taken = random.Random(seed), 0, []
     for step in range(steps):
-        state = train.State(step, position)
+        state = train.TrainState(step, position)
         for _ in range(rng.randint(1, most)):
             taken.append((step, position, loop.take(state, position), time.monotonic()))
             position += 1
@@ -148,9 +150,9 @@ def test_a_curriculum_by_solve_rates_draws_nothing_twice_at_once_and_leaves_noth
     loop = Loop(Served(seed=0), ahead, steps=60, curriculum=curriculum)
     memory, counts = {}, Counter()
     for step in range(60):
-        rollouts = loop.take(train.State(step, step, curriculum=memory), step)
+        rollouts = loop.take(train.TrainState(step, step, curriculum=memory), step)
         batch = [group[0].prompt.uid for group in zip(*[iter(rollouts)] * G, strict=True)]
-        under_way = [uid for position, drawn in loop.batches.drawn.items() if position > step for uid in drawn.uids]
+        under_way = [uid for position, drawn in loop.batches.prepared.items() if position > step for uid in drawn.uids]
         assert len(set(batch + under_way)) == 4 * (1 + min(ahead, 59 - step))
         counts.update(batch)
         rates = {uid: int(uid[1:]) / 24 for uid in batch}
@@ -168,14 +170,14 @@ def test_nothing_is_ever_older_than_it_may_be_nor_lost_nor_out_of_order(ahead, m
     oldest = 0
     for _, position, rollouts, when in taken:
         expected = [(f"{position}/{place}", sample) for place in range(P) for sample in range(G)]
-        assert [(r.prompt.uid, r.sample) for r in rollouts] == expected
+        assert [(r.prompt.uid, r.sample_index) for r in rollouts] == expected
         now = bisect(engine.syncs, when)
         for r in rollouts:
             sampled = [bisect(engine.syncs, at) for at in r.logprobs]  # from the record of syncs alone
             assert r.versions == sampled and now - min(sampled) <= ahead
             oldest = max(oldest, now - min(sampled))
     assert oldest == ahead  # the bound is met, so it was tried
-    assert not ahead or not loop.engine.begun  # nothing was sampled for no step
+    assert not ahead or not loop.engine.pending  # nothing was sampled for no step
     assert all(len(seeds) == 1 for seeds in engine.seeds.values())  # nothing twice
     main = threading.main_thread()
     assert (main in engine.threads) == (ahead == 0) and (len(engine.threads) == 1) == (ahead == 0)
@@ -186,20 +188,20 @@ def test_nothing_is_ever_older_than_it_may_be_nor_lost_nor_out_of_order(ahead, m
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_what_is_sampled_ahead_is_graded_meanwhile_if_its_step_is_known(most):
-    """With --sample-rounds the step of a batch ahead is known only when a step takes it."""
+    """With --max-gen-batches the step of a batch ahead is known only when a step takes it."""
     loop = Loop(Served(), 2, steps=9, most=most)
-    loop.take(train.State(), 0)
-    for _, future in loop.engine.begun.values():
+    loop.take(train.TrainState(), 0)
+    for _, future in loop.engine.pending.values():
         future.result()
-    assert sorted(loop.engine.begun) == [1, 2] and sorted(loop.grader.submitted) == ([0, 1, 2] if most == 1 else [0])
+    assert sorted(loop.engine.pending) == [1, 2] and sorted(loop.grader.submitted) == ([0, 1, 2] if most == 1 else [0])
 
 
 def test_no_batch_is_begun_over_the_border_of_a_stage():
     loop = Loop(Served(), 3, steps=20, stage_of=lambda step: step // 7)
     for step in range(20):
-        loop.take(train.State(step, step), step)
+        loop.take(train.TrainState(step, step), step)
         last = min(19, step // 7 * 7 + 6)
-        assert sorted(loop.engine.begun) == list(range(step + 1, min(last, step + 3) + 1))
+        assert sorted(loop.engine.pending) == list(range(step + 1, min(last, step + 3) + 1))
         loop.engine.load_weights()
     assert [context.step for context in loop.grader.contexts] == list(range(20))
 
@@ -207,9 +209,9 @@ def test_no_batch_is_begun_over_the_border_of_a_stage():
 def test_groups_that_are_too_old_are_dropped_counted_and_sampled_again():
     behind = iter([5, 0, 0, 0, 5, 5])  # in the first batch asked for: of 6 responses in a shuffled order
     engine = Served(behind=lambda: next(behind, 0))
-    engine.version = 10
+    engine.weights_version = 10
     loop = Loop(engine, 1, steps=1)
-    rollouts = loop.take(train.State(), 0)
+    rollouts = loop.take(train.TrainState(), 0)
     assert [r.prompt.uid for r in rollouts] == ["0/0", "0/0", "0/1", "0/1", "0/2", "0/2"]
     assert all(r.versions == [10] * 3 for r in rollouts)
     again = [uid for uid, seeds in engine.seeds.items() if len(seeds) > 1]
@@ -224,10 +226,10 @@ def test_groups_that_are_too_old_are_dropped_counted_and_sampled_again():
 def test_what_a_batch_raises_is_raised_when_it_is_taken_with_its_own_traceback():
     engine = Served()
     loop = Loop(engine, 2, steps=9, fails=("1",))
-    loop.take(train.State(), 0)
+    loop.take(train.TrainState(), 0)
     loop.engine.load_weights()
     with pytest.raises(LookupError, match="no image for 1/0") as failure:
-        loop.take(train.State(1, 1), 1)
+        loop.take(train.TrainState(1, 1), 1)
     assert "prompts_of" in [entry.name for entry in failure.traceback]
     assert all(thread.daemon for thread in engine.threads if thread is not threading.main_thread())
 
@@ -237,14 +239,14 @@ def test_an_evaluation_is_sampled_at_once():
     loop = Loop(engine, 1, steps=9)
     prompts = [SimpleNamespace(uid="e", context=None)]
     assert len(loop.engine.generate(prompts, 2, loop.batches.sampling(0), on_rollout=lambda r: None)) == 2
-    assert engine.threads == {threading.main_thread()} and not loop.engine.begun
+    assert engine.threads == {threading.main_thread()} and not loop.engine.pending
 
 
 def test_only_servers_sample_ahead():
     for more in ({"async_steps": 2}, {"in_flight": "keep"}):
-        with pytest.raises(UserError, match="for servers, but the engine is --rollout hf; use --rollout server"):
-            ServerConfig(**more).check("hf", (), None)
-    cfg = ServerConfig(servers=("http://127.0.0.1:9",), async_steps=2, in_flight="keep")
+        with pytest.raises(UserError, match="only for servers, but the engine is --rollout hf; use --rollout server"):
+            RolloutServerConfig(**more).check("hf", (), None)
+    cfg = RolloutServerConfig(servers=("http://127.0.0.1:9",), async_steps=2, in_flight="keep")
     refused = "127.0.0.1:9: no server answers there" if in_copy("engines.server") else "is not in this copy"
     with pytest.raises(UserError, match=refused):
         check_engine("server", (), cfg, ModelConfig(model="m"), 1)
@@ -269,14 +271,14 @@ def check_order(steps, data):
     examples, _ = read_examples(str(data), DataConfig(data=str(data)))
     for i, (position, uids) in enumerate(sum(steps, [])):
         assert position == i
-        assert uids == sorted(examples[k].uid for k in batch_of(position, len(examples), 4, 0))
+        assert uids == sorted(examples[k].uid for k in shuffled_batch(position, len(examples), 4, 0))
 
 
 @pytest.mark.parametrize("world,rounds", [(1, 1), *(pytest.param(2, n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_a_killed_and_resumed_run_trains_all_once_and_in_order(world, rounds, toys, shapes, tmp_path):  # noqa: F811
     launch = [*TORCHRUN, world] if world > 1 else [sys.executable]
     server = ["--rollout", "server", "--servers", "http://stand-in:1", "--async-steps", 2]
-    common = [*server, "--save-every", 3, "--steps", 9, "--sample-rounds", rounds]
+    common = [*server, "--save-every", 3, "--steps", 9, "--max-gen-batches", rounds]
     out = tmp_path / "run"
     command = [*launch, "tests/async_worker.py", *flags(toys["qwen2_5_vl"], shapes[0], out, *common)]
     kill_after(command, out, 5)
@@ -313,7 +315,7 @@ def before_update(algo, tokens, trainer_logps):
     models = SimpleNamespace(policy=policy, critic=None, reference=None, reshard=lambda: None)
     micro = SimpleNamespace(token_index_K=torch.arange(len(tokens)))
     cfg = SimpleNamespace(algo=algo, rollout=SimpleNamespace(temperature=1.0))
-    train.compute_before_update(SimpleNamespace(tokens=tokens, minibatches=[[micro]]), models, cfg)
+    train.compute_logprobs_and_values(SimpleNamespace(tokens=tokens, minibatches=[[micro]]), models, cfg)
     return len(asked)
 
 
@@ -335,7 +337,7 @@ def test_the_ratio_is_to_the_weights_before_the_update_or_to_those_that_sampled(
     want = -(factor * torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)).sum()
     want.backward()
 
-    algo = Algorithm(epochs=epochs, old_policy=old, tis_cap=cap)
+    algo = Algorithm(update_epochs=epochs, old_policy=old, tis_cap=cap)
     algo.check()
     tokens = tokens_of(advantages.cpu(), rollout_logps=sampled.float().cpu())
     assert before_update(algo, tokens, trainer.float()) == (old == "trainer" and epochs == 2)
@@ -355,11 +357,11 @@ def test_a_penalty_in_the_reward_is_of_the_same_old_policy():
     assert not before_update(algo, tokens, torch.zeros(4)) and not algo.on_policy
     tokens.rollout, tokens.ref_logps = torch.tensor([0, 0, 1, 1]), torch.full((4,), -2.5)
     given = (torch.zeros(1, 2), torch.zeros(1, 2), tokens, torch.ones(2, dtype=torch.bool), algo, 0.5)
-    got, _ = grpo.advantages(*given, moments=lambda x: (0.0, 1.0))
+    got, _ = grpo.compute_advantages(*given, moments=lambda x: (0.0, 1.0))
     assert got.tolist() == [-1.0, -0.25, 1.0, 0.75]  # what is still to come of -0.5 (old - reference)
 
 
-@pytest.mark.parametrize("more", [{"tis_cap": 2.0}, {"tis_mask": "0.5,2"}, {"loss": "reinforce"}])
+@pytest.mark.parametrize("more", [{"tis_cap": 2.0}, {"ratio_mask": "0.5,2"}, {"loss": "reinforce"}])
 def test_what_would_weigh_by_staleness_twice_or_not_at_all_is_refused(more):
     Algorithm(**more).check()
     with pytest.raises(UserError, match="old_policy=rollout"):

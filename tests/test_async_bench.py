@@ -57,7 +57,7 @@ def token_times(queue, engine, work, now):
             one = waiting.pop(0)
             if not one["live"]:
                 n, prompt = one["done"], one["prompt"]
-                flops = bench.RATES.token * n + bench.RATES.pair * sum(prompt + i + 0.5 for i in range(n))
+                flops = bench.COSTS.token * n + bench.COSTS.pair * sum(prompt + i + 0.5 for i in range(n))
                 if one["group"] not in has_prompt:
                     flops += work.prefill_N[one["group"] % len(work.prefill_N)]
                     has_prompt.add(one["group"])

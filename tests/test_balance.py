@@ -22,15 +22,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from packing import (
     assign_to_ranks,
     balance,
-    balance_over_ranks,
+    balance_across_ranks,
     bins_needed,
-    flop_rates,
+    flop_costs,
     group_flops,
-    heaviest,
+    load_imbalance,
     rollouts_flops,
 )
 from rollout import Rollout
-from utils import Context, Meter
+from utils import DistContext, Meter
 
 ROOT = Path(__file__).parent.parent
 
@@ -212,11 +212,11 @@ def test_every_rank_gets_a_group_of_every_minibatch_that_has_enough():
 
 def test_the_heaviest_rank_is_compared_with_the_mean_minibatch_by_minibatch():
     """Ranks wait for each other: (3 + 2) / (2 + 2), and a rank without anything counts, too: (4 + 2) / (2 + 1)."""
-    assert heaviest([3.0, 2.0, 1.0, 2.0], [0, 0, 1, 1], 2, 2) == 5 / 4
-    assert heaviest([4.0, 2.0], [0, 0], 2, 2) == 2.0
+    assert load_imbalance([3.0, 2.0, 1.0, 2.0], [0, 0, 1, 1], 2, 2) == 5 / 4
+    assert load_imbalance([4.0, 2.0], [0, 0], 2, 2) == 2.0
 
 
-class Rank(Context):
+class Rank(DistContext):
     """One of several processes of a test that is a single one: `gather` finds what each of them gave, call by call."""
 
     def gather(self, item):
@@ -254,7 +254,7 @@ class Everyone:
 @pytest.mark.parametrize("world,tp,minibatches", [(2, 1, 1), (4, 1, 2), (4, 2, 2), (4, 4, 1)])
 def test_groups_arrive_whole_and_once_and_even_the_ranks(world, tp, minibatches, loaded, picture):
     hf, processor = loaded["qwen2_5_vl"]
-    rates, rng = flop_rates(hf.config), random.Random(0)
+    costs, rng = flop_costs(hf.config), random.Random(0)
     n_groups, size = 32, 3
     data_world = world // tp
     keys = [(i // 20, i % 20) for i in range(n_groups)]  # of two rounds
@@ -266,7 +266,7 @@ def test_groups_arrive_whole_and_once_and_even_the_ranks(world, tp, minibatches,
         made = []
         for uid in uids:
             number = int(uid[1:])
-            images = [processor.image(uid, picture(56, 56, number))] * (number % 3 == 0)
+            images = [processor.image_to_patches(uid, picture(56, 56, number))] * (number % 3 == 0)
             made.append(written(uid, list(range(5 + number % 4)), [1], images).prompt)
         return made
 
@@ -283,7 +283,7 @@ def test_groups_arrive_whole_and_once_and_even_the_ranks(world, tp, minibatches,
     def work(ctx):
         groups = {keys[i]: sampled(i) for i in range(ctx.rank, n_groups, world)}
         meter = Meter()
-        return balance_over_ranks(groups, chosen, minibatches, rates, ctx, meter), meter.values
+        return balance_across_ranks(groups, chosen, minibatches, costs, ctx, meter), meter.values
 
     done = Everyone(world, tp).run(work)
     assert all(evenness == done[0][1] for _, evenness in done)
@@ -307,12 +307,12 @@ def test_groups_arrive_whole_and_once_and_even_the_ranks(world, tp, minibatches,
                     both = zip(got.prompt.images, want.prompt.images, strict=True)
                     assert all(torch.equal(a.pixel_values(), b.pixel_values()) and a.key == b.key for a, b in both)
                     assert vars(replace(got, prompt=None)) == vars(replace(want, prompt=None))
-                loads[data_rank, number] += rollouts_flops(group, rates)
+                loads[data_rank, number] += rollouts_flops(group, costs)
         assert sorted(arrived) == chosen[number::minibatches]  # once each, in the minibatch that it was of
     sampled_by = np.zeros((data_world, minibatches))
     for place, key in enumerate(chosen):
         i = keys.index(key)
-        sampled_by[i % world // tp, place % minibatches] += rollouts_flops(sampled(i), rates)
+        sampled_by[i % world // tp, place % minibatches] += rollouts_flops(sampled(i), costs)
     # ranks wait for each other at the end of each minibatch
     before, after = (x.max(axis=0).sum() / x.mean(axis=0).sum() for x in (sampled_by, loads))
     assert done[0][1] == {"balance/sampled": pytest.approx(before), "balance/trained": pytest.approx(after)}
@@ -399,10 +399,10 @@ def counted(config, model, grids):
 def test_flops_equal_those_counted(family, grids):
     config, model = make(family, head_dim=24)
     n, patches, total, linear = counted(config, model, grids)
-    rates = flop_rates(config, vision=1.0)
-    pair = rates.pair
-    vision_pairs = sum(rates.image_pair * p * p + rates.window_pair * p * min(p, rates.window) for p in patches)
-    ours = group_flops(rates, n, patches, [], N_RESPONSE)
+    costs = flop_costs(config, vision=1.0)
+    pair = costs.pair
+    vision_pairs = sum(costs.image_pair * p * p + costs.window_pair * p * min(p, costs.window) for p in patches)
+    ours = group_flops(costs, n, patches, [], N_RESPONSE)
     assert ours - pair * n * (n + 1) / 2 - vision_pairs == linear
     assert linear + pair * n * n + vision_pairs == total  # the counter sees the masked half of the square too
 
@@ -440,8 +440,8 @@ def test_flops_of_experts_and_recurrences_equal_those_counted(family):
     )  # whole chunks: padding is computed too
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=torch.full((1, n), 7), logits_to_keep=N_RESPONSE, use_cache=False)
-    rates = flop_rates(config)
-    ours = group_flops(rates, n, [], [], N_RESPONSE) + rates.pair * n * (n - 1) / 2
+    costs = flop_costs(config)
+    ours = group_flops(costs, n, [], [], N_RESPONSE) + costs.pair * n * (n - 1) / 2
     if "3_5" in family:  # the counter does not know triangular systems, and sees the convolution's padding of 3 tokens
         ours += 2 * 2 * ((2 * 2 * 16 + 4 * 24) * 4 * 3 - 4 * 32 * (16 + 24) * n)
     assert counter.get_total_flops() == ours
@@ -450,21 +450,21 @@ def test_flops_of_experts_and_recurrences_equal_those_counted(family):
 def test_images_that_cut_windows_count_slightly_too_much():
     config, model = make("Qwen2_5_VL")
     n, patches, total, _ = counted(config, model, [(1, 18, 22)])
-    rates = flop_rates(config, vision=1.0)
-    dense = group_flops(rates, n, patches, [], N_RESPONSE) + rates.pair * n * (n - 1) / 2
+    costs = flop_costs(config, vision=1.0)
+    dense = group_flops(costs, n, patches, [], N_RESPONSE) + costs.pair * n * (n - 1) / 2
     assert 0.99 * total < dense < 1.1 * total
 
 
 def test_a_group_counts_its_prompt_once_and_the_tower_by_its_share():
     config = make("Qwen3VL")[0]
-    rates = flop_rates(config)
-    one = group_flops(rates, 50 + 9, [64], [], 9)
-    assert group_flops(rates, 50, [64], [9], 9) == pytest.approx(one, rel=1e-12)
-    prefix = group_flops(rates, 50, [64], [], 0)
-    assert group_flops(rates, 50, [64], [9] * 4, 4 * 9) == pytest.approx(prefix + 4 * (one - prefix), rel=1e-12)
-    text = group_flops(rates, 59, [], [], 9)
-    assert group_flops(flop_rates(config, vision=1.0), 59, [64], [], 9) - text == pytest.approx(3 * (one - text))
-    assert group_flops(flop_rates(config, vision=0.0), 59, [64], [], 9) == text < one
+    costs = flop_costs(config)
+    one = group_flops(costs, 50 + 9, [64], [], 9)
+    assert group_flops(costs, 50, [64], [9], 9) == pytest.approx(one, rel=1e-12)
+    prefix = group_flops(costs, 50, [64], [], 0)
+    assert group_flops(costs, 50, [64], [9] * 4, 4 * 9) == pytest.approx(prefix + 4 * (one - prefix), rel=1e-12)
+    text = group_flops(costs, 59, [], [], 9)
+    assert group_flops(flop_costs(config, vision=1.0), 59, [64], [], 9) - text == pytest.approx(3 * (one - text))
+    assert group_flops(flop_costs(config, vision=0.0), 59, [64], [], 9) == text < one
 
 
 def test_no_bin_is_empty_while_there_are_items_for_all():

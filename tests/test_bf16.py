@@ -11,10 +11,10 @@ import torch
 import grpo
 import train
 from model import Policy, load_hf
-from packing import FlopRates, Packer
+from packing import FlopCosts, Packer
 from parallel.models import Models
-from parallel.sharding import full, shard
-from report.log import Skipped
+from parallel.sharding import apply_fsdp, gather_full
+from report.log import SkippedUpdates
 from rollout import GroupPool, Prompt, Rollout
 from utils import Meter
 
@@ -28,9 +28,9 @@ LOSSES = [
     "reinforce++ --kl-coef 0",
     "ppo --algo-args critic=separate",
     "grpo --algo-args dual_clip=1.5",
-    *(f"grpo --kl-coef 0.1 --kl {kind}" for kind in grpo.KL_KINDS),
+    *(f"grpo --kl-coef 0.1 --kl {kind}" for kind in grpo.KL_ESTIMATORS),
     "grpo --entropy-coef 0.05",
-    "grpo --algo-args tis_cap=1.01 tis_mask=0.9,1.1",
+    "grpo --algo-args tis_cap=1.01 ratio_mask=0.9,1.1",
 ]
 
 
@@ -39,8 +39,8 @@ def make_rollouts(processor, picture):
     uniform."""
     rng, rollouts = random.Random(0), []
     for p in range(2):
-        image = processor.image(f"p{p}", picture(112, 84, p))
-        ids = processor.encode([{"role": "user", "content": "<image>What is this?"}], [image])
+        image = processor.image_to_patches(f"p{p}", picture(112, 84, p))
+        ids = processor.tokenize_prompt([{"role": "user", "content": "<image>What is this?"}], [image])
         prompt = Prompt(f"p{p}", ids, [image], None, [])
         for g, reward in enumerate([0.0, 1.0, 0.3, 0.9]):
             n = rng.randint(3, 9)
@@ -75,10 +75,10 @@ def make_batch(rollouts, cfg, models, processor, ctx):
     """One micro-batch, up to where the update begins."""
     pool = GroupPool(cfg.algo, replace(cfg.rollout, prompts_per_step=2), 0, ctx)
     pool.add(rollouts, [{"reward": r.task_reward} for r in rollouts])
-    packer = Packer(8192, processor.image_token_id, rates=FlopRates(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
-    batch = train.make_batch(pool, cfg, packer, ctx, Meter())
+    packer = Packer(8192, processor.image_token_id, flop_costs=FlopCosts(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
+    batch = train.pack_batch(pool, cfg, packer, ctx, Meter())
     assert len(batch.minibatches[0]) == 1
-    train.compute_before_update(batch, models, cfg)
+    train.compute_logprobs_and_values(batch, models, cfg)
     train.set_advantages(batch, cfg.algo, 0.0, ctx, Meter())
     return batch
 
@@ -89,23 +89,23 @@ def test_on_policy_ratios_are_one_and_gradients_those_of_fp32_columns(family, tr
     processor = loaded[family][1]
     rollouts = make_rollouts(processor, picture)
     sharded = Policy(load_hf(str(toys[family])), processor, train_vision)
-    shard(sharded, ctx.device, torch.bfloat16)
+    apply_fsdp(sharded, ctx.device, torch.bfloat16)
     # no FSDP: nothing casts its columns
     plain = Policy(load_hf(str(toys[family]), torch.bfloat16), processor, train_vision)
     optimizer = torch.optim.SGD([p for p in sharded.parameters() if p.requires_grad], lr=0.0)
     for name in LOSSES:
-        cfg = parse("--epochs", "2", "--algo", *name.split())
+        cfg = parse("--update-epochs", "2", "--algo", *name.split())
         if cfg.algo.needs_values:  # its loss, on advantages that need no critic
             cfg = replace(cfg, algo=replace(cfg.algo, adv="grpo", norm_std="group"))
         if cfg.algo.loss == "reinforce":  # it is for one update a step, and has no ratio
-            cfg = replace(cfg, algo=replace(cfg.algo, epochs=1))
+            cfg = replace(cfg, algo=replace(cfg.algo, update_epochs=1))
         models = Models(sharded, optimizer, reference=sharded if cfg.algo.needs_reference else None)
         batch = make_batch(rollouts, cfg, models, processor, ctx)
         meter = Meter()
-        state = train.State(kl_coef=cfg.algo.kl_coef)
-        train.update_policy(models, batch, cfg, state, ctx, meter, Skipped(Path("-"), ctx))
+        state = train.TrainState(kl_coef=cfg.algo.kl_coef)
+        train.update_policy(models, batch, cfg, state, ctx, meter, SkippedUpdates(Path("-"), ctx))
         metrics = meter.reduce(ctx)
-        assert metrics["policy/kl_old"] == 0 and metrics["policy/clipped"] == 0, name
+        assert metrics["policy/approx_kl"] == 0 and metrics["policy/clip_frac"] == 0, name
         assert metrics.get("policy/kl_ref", 0.0) == 0 and metrics["policy/grad_norm"] > 1e-3, name
 
         models = Models(plain, None, reference=plain if cfg.algo.needs_reference else None)
@@ -115,7 +115,7 @@ def test_on_policy_ratios_are_one_and_gradients_those_of_fp32_columns(family, tr
         loss = grpo.PolicyLoss(cfg.algo, cfg.algo.kl_coef)
         plain(micro, cfg.rollout.temperature, loss, batch.tokens[micro.token_index_K]).loss.backward()
         expected = {n: p.grad.double() for n, p in plain.named_parameters() if p.grad is not None}
-        got = {n: full(p.grad).double() for n, p in sharded.named_parameters() if p.grad is not None}
+        got = {n: gather_full(p.grad).double() for n, p in sharded.named_parameters() if p.grad is not None}
         assert got.keys() == expected.keys() and any("visual" in n for n in got) == (train_vision == "all")
         a, b = (torch.cat([grads[n].flatten() for n in expected]) for grads in (got, expected))
         cosine = (torch.dot(a, b) / (a.norm() * b.norm())).item()
@@ -127,8 +127,10 @@ def test_on_policy_ratios_are_one_and_gradients_those_of_fp32_columns(family, tr
 def test_what_the_loss_reads_is_fp32_and_a_towers_features_are_not_rounded(family, toys, loaded, picture, ctx):
     processor = loaded[family][1]
     policy = Policy(load_hf(str(toys[family])), processor, train_vision="all")
-    shard(policy, ctx.device, torch.bfloat16)
-    batch = make_batch(make_rollouts(processor, picture), parse("--epochs", "2"), Models(policy, None), processor, ctx)
+    apply_fsdp(policy, ctx.device, torch.bfloat16)
+    batch = make_batch(
+        make_rollouts(processor, picture), parse("--update-epochs", "2"), Models(policy, None), processor, ctx
+    )
     [micro] = batch.minibatches[0]
     assert batch.tokens.old_logps.dtype == torch.float32
     # most of these are no bfloat16 numbers

@@ -23,8 +23,8 @@ from PIL import Image
 from scoring import score_batch
 
 from errors import UserError
-from prepare_data import FileConfig, TaskConfig, make_file, read_examples
-from rewards.grade import check_tasks, score
+from prepare_data import ConvertConfig, ToyConfig, make_file, read_examples
+from rewards.grade import check_tasks, grade
 from tasks import caption
 from tasks.caption import Corpus, bleu4, caption_reward, rouge_l, split_words
 
@@ -132,9 +132,9 @@ def parts(given, *references, keywords=()):
 
 
 def test_keywords():
-    assert caption.read_truth("A red ball on the grass.").keywords == [("ball",), ("grass",), ("red",)]
+    assert caption.parse_caption_truth("A red ball on the grass.").keywords == [("ball",), ("grass",), ("red",)]
     truth = '["a red ball", "the red ball on grass", "a toy"]'  # those of half of them
-    assert caption.read_truth(truth).keywords == [("ball",), ("red",)]
+    assert caption.parse_caption_truth(truth).keywords == [("ball",), ("red",)]
     for given, share in [("ball", 1 / 3), ("a Red, ball!", 2 / 3), ("redball", 0), ("grass red ball", 1), ("", 0)]:
         assert parts(given, "a red ball on the grass")["keywords"] == pytest.approx(share)
     assert parts("a traffic light", keywords=["traffic light", "car"])["keywords"] == 0.5
@@ -158,7 +158,7 @@ def test_repetition_penalty():
 
 def with_counts(references, corpus):
     """A truth with the document counts of a corpus, as prepare_data.py writes it."""
-    counts = {"documents": corpus.size, "frequency": corpus.of(list(map(split_words, references)))}
+    counts = {"documents": corpus.size, "frequency": corpus.document_frequencies(list(map(split_words, references)))}
     return json.dumps({"references": references} | counts)
 
 
@@ -169,7 +169,7 @@ def test_the_total_is_the_weighted_sum():
     for given, references in random_captions():
         found = caption_reward(given, with_counts(references, corpus))
         assert set(found) == PARTS
-        total = sum(weight * found[part] for part, weight in caption.WEIGHTS.items())
+        total = sum(weight * found[part] for part, weight in caption.METRIC_WEIGHTS.items())
         assert found["reward"] == pytest.approx(total)
 
 
@@ -189,7 +189,7 @@ WORSE = [  # than any honest sentence of the same kind that has one thing wrong
 def corpus_of_shapes():
     corpus = Corpus()
     for row in caption.toy(300, "train", 0):
-        corpus.add(caption.read_truth(row["reward_model"]["ground_truth"]).references)
+        corpus.add(caption.parse_caption_truth(row["reward_model"]["ground_truth"]).references)
     return corpus
 
 
@@ -214,7 +214,7 @@ def test_cheats_earn_less_than_an_honest_mistake():
     "truth", ["", "...", "[]", "[1]", '["."]', '{"references": "a"}', "{", "[" * 5000, '{"captions": ["a"]}', "[null]"]
 )
 def test_a_truth_without_a_caption_is_refused(truth):
-    with pytest.raises(UserError, match="is no caption, nor JSON with a list of references"):
+    with pytest.raises(UserError, match="is neither a caption nor JSON with a list of ref|no reference with a word"):
         caption_reward("a", truth)
     with pytest.raises(UserError, match="row 'row-7': "):
         check_tasks([SimpleNamespace(data_source="caption", ground_truth=truth, extra={}, uid="row-7")])
@@ -224,26 +224,29 @@ def test_the_registered_reward_needs_its_row_alone():
     """In any process, in any order, and whatever else was loaded: each row has the counts of its own n-grams."""
     corpus, truths = Corpus(), [json.dumps({"references": references}) for _, references in random_captions()]
     for truth in truths:
-        corpus.add(caption.read_truth(truth).references)
+        corpus.add(caption.parse_caption_truth(truth).references)
     rows = []
     for i, truth in enumerate(truths):
-        fields = {"documents": corpus.size, "frequency": corpus.of(caption.read_truth(truth).references)}
+        fields = {
+            "documents": corpus.size,
+            "frequency": corpus.document_frequencies(caption.parse_caption_truth(truth).references),
+        }
         truth = json.dumps(json.loads(truth) | fields)
         rows.append(SimpleNamespace(data_source="caption", extra={}, uid=str(i), ground_truth=truth))
     assert check_tasks(rows) == {"caption": 100}
     given = [text for text, _ in random_captions()]
     scored = score_batch(given, rows)
-    caption.read_truth.cache_clear()
+    caption.parse_caption_truth.cache_clear()
     backwards = score_batch(given[::-1], rows[::-1])[::-1]
     assert (
         scored
         == backwards
-        == [pickle.loads(pickle.dumps(score))(t, r) for t, r in zip(given, rows, strict=True)]
+        == [pickle.loads(pickle.dumps(grade))(t, r) for t, r in zip(given, rows, strict=True)]
     )
     gaps = []
     for found, text, row, wanted in zip(scored, given, rows, json.loads(DATA.read_text()), strict=True):
         assert [found["bleu4"], found["rouge_l"]] == pytest.approx(wanted[1:], abs=1e-6)
-        words, references = split_words(text), caption.read_truth(row.ground_truth).references
+        words, references = split_words(text), caption.parse_caption_truth(row.ground_truth).references
         own = all(gram in {g for r in references for g in caption.ngrams(r, n)} or corpus.frequency[gram] < 2
                   for n in range(1, 5) for gram in caption.ngrams(words, n))  # fmt: skip
         gaps.append(wanted[0] - found["cider"])
@@ -253,7 +256,7 @@ def test_the_registered_reward_needs_its_row_alone():
     for row, found in zip(rows, perfect, strict=True):
         words, references = (
             split_words(json.loads(row.ground_truth)["references"][0]),
-            caption.read_truth(row.ground_truth),
+            caption.parse_caption_truth(row.ground_truth),
         )
         assert found["cider"] == pytest.approx(corpus.cider(words, references.references), abs=1e-6)
 
@@ -275,7 +278,7 @@ def test_odd_captions():
 @pytest.mark.parametrize("more", [{"documents": 0}, {"documents": "3"}, {"documents": 3, "frequency": [1]},
                                   {"documents": 3, "frequency": {"a": "b"}}, {"documents": None}])  # fmt: skip
 def test_counts_that_are_none_are_refused(more):
-    with pytest.raises(UserError, match="with counts of documents; write it again"):
+    with pytest.raises(UserError, match="invalid document counts; write the file again"):
         caption_reward("a", json.dumps({"references": ["a"]} | more))
 
 
@@ -305,8 +308,8 @@ def test_long_texts_are_quick(piece):
 
 
 def made(folder, *files, **more):
-    make_file("caption", TaskConfig(input=tuple(map(str, files)), out=str(folder / "out.parquet"), **more))
-    return read_examples(folder / "out.parquet", FileConfig(out=""))[0]
+    make_file("caption", ToyConfig(input=tuple(map(str, files)), out=str(folder / "out.parquet"), **more))
+    return read_examples(folder / "out.parquet", ConvertConfig(out=""))[0]
 
 
 @pytest.fixture
@@ -347,7 +350,7 @@ def test_rows_that_are_wrong_say_why(tmp_path, image):
         ({"caption": "..."}, "looked for columns references.* with a word in it"),
         ({"caption": ""}, "with a word in it"),
         ({"caption": [1]}, "nor JSON with a list"),
-        ({"caption": "[a"}, "is no list in JSON"),
+        ({"caption": "[a"}, "is not a valid JSON list"),
         ({"image": ""}, "no image: looked for columns images, image"),
     ]:
         (tmp_path / "bad.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(good | change) + "\n")
@@ -365,8 +368,8 @@ def test_toy_is_deterministic_and_its_splits_share_no_image(tmp_path):
     with Image.open(io.BytesIO(train[0]["images"][0]["bytes"])) as picture:
         assert picture.size == (84, 84)
     assert len({row["reward_model"]["ground_truth"] for row in train}) > 55  # of 64 captions
-    make_file("caption", TaskConfig(toy=True, n=12, split="test", out=str(tmp_path / "toy.parquet")))
-    examples, bad = read_examples(tmp_path / "toy.parquet", FileConfig(out=""))
+    make_file("caption", ToyConfig(toy=True, n=12, split="test", out=str(tmp_path / "toy.parquet")))
+    examples, bad = read_examples(tmp_path / "toy.parquet", ConvertConfig(out=""))
     assert len(examples) == 12 and not bad and check_tasks(examples) == {"caption": 12}
     with pytest.raises(UserError, match="--split 'val': toys have warm, train, test"):
         list(caption.toy(1, "val", 0))

@@ -32,7 +32,7 @@ TASKS = {
     "shapes": (shapes.shapes, row(SHAPE, "3", answer_type="count"), "3", "0 1 2 3 4"),
     "geo3k": (geometry.geo3k, row("Find x.", "3"), "3", "0 1 2 3 4"),
     "nlvr2": (pairs.nlvr2, row(STATEMENT, "True", 2), "true", "true false"),
-    "which": (pairs.which, row(WHICH, "2", 2), "2", "1 2"),
+    "which": (pairs.which_image, row(WHICH, "2", 2), "2", "1 2"),
 }
 
 

@@ -28,8 +28,8 @@ import parallel.resume as resume
 import parallel.sharding as sharding
 import train
 from errors import UserError
-from layers.lora import Lora, add_lora
-from parallel.models import saved_parts
+from layers.lora import LoraConfig, add_lora
+from parallel.models import checkpoint_parts
 
 WEIGHT = "model.language_model.layers.0.mlp.up_proj.weight"
 SHARD = "shard-00001-model-00001-of-00001.safetensors"  # the only file of a toy on one process
@@ -43,8 +43,8 @@ def group():
 
 
 def build(toy):
-    policy = M.Policy(loading.meta_hf(str(toy)), M.Processor(str(toy)))
-    sharding.shard(policy, torch.device("cpu"), torch.float32)
+    policy = M.Policy(loading.build_meta_model(str(toy)), M.Processor(str(toy)))
+    sharding.apply_fsdp(policy, torch.device("cpu"), torch.float32)
     loading.load_sharded(policy, str(toy))
     return policy, sharding.make_optimizer(policy, 1e-3, 0.0)
 
@@ -63,7 +63,7 @@ def saved(toys, tmp_path_factory):
         C.save_checkpoint(
             out, step, {"policy": (policy, optimizer)}, 2, position={"position": step, "kl_coef": 0.1 + 1e-17}
         )
-    run_args = start_args(toys["qwen2_5_vl"], out, "no").flat()
+    run_args = start_args(toys["qwen2_5_vl"], out, "no").to_flags()
     (out / "run.json").write_text(json.dumps({"args": run_args}))
     return policy, optimizer, out
 
@@ -80,7 +80,9 @@ def copy(saved, tmp_path):
 
 def find_start(cfg):
     """Of a run with these settings."""
-    return resume.find_start(Path(cfg.run.out), cfg.run.resume, cfg.flat(), saved_parts(cfg.model, cfg.algo))
+    return resume.find_resume_checkpoint(
+        Path(cfg.run.out), cfg.run.resume, cfg.to_flags(), checkpoint_parts(cfg.model, cfg.algo)
+    )
 
 
 def start_flags(toy, out):
@@ -106,11 +108,11 @@ def flip(file, at=None, bit=0):
 
 
 def rewrite(checkpoint, **changed):
-    (checkpoint / "trainer.json").write_text(C.sealed(C.read_trainer(checkpoint) | changed))
+    (checkpoint / "trainer.json").write_text(C.to_text_with_crc(C.read_trainer_state(checkpoint) | changed))
 
 
 def first_value(out):
-    return dict(C.load_trained(str(out)).named_parameters())[WEIGHT].flatten()[0].item()
+    return dict(C.load_model_or_checkpoint(str(out)).named_parameters())[WEIGHT].flatten()[0].item()
 
 
 def forge(checkpoint, more=()):
@@ -118,8 +120,8 @@ def forge(checkpoint, more=()):
     trainer = {
         key: value for key, value in json.loads((checkpoint / "trainer.json").read_text()).items() if key != "crc32"
     }
-    trainer["files"] = {name: C.checksum(checkpoint / name) for name in [*trainer["files"], *more]}
-    (checkpoint / "trainer.json").write_text(C.sealed(trainer))
+    trainer["files"] = {name: C.file_checksum(checkpoint / name) for name in [*trainer["files"], *more]}
+    (checkpoint / "trainer.json").write_text(C.to_text_with_crc(trainer))
 
 
 # --- what eval.py holds ----------------------------------------------------------------------------------------------
@@ -127,21 +129,22 @@ def forge(checkpoint, more=()):
 
 def save_run(model, out, lora_rank):
     """Write a run with one checkpoint, whose weights differ from the model's; return its folder."""
-    hf = loading.meta_hf(str(model))
+    hf = loading.build_meta_model(str(model))
     if lora_rank:
-        add_lora(hf, Lora(lora_rank, 32.0))
+        add_lora(hf, LoraConfig(lora_rank, 32.0))
     policy = M.Policy(hf, M.Processor(str(model)))
-    sharding.shard(policy, torch.device("cpu"), torch.float32)
+    sharding.apply_fsdp(policy, torch.device("cpu"), torch.float32)
     loading.load_sharded(policy, str(model))
     for name, p in policy.hf.named_parameters():
         if ".lora_B" in name or not lora_rank:
             p.detach().to_local().add_(torch.randn(p.to_local().shape).mul_(1e-2))
     C.save_checkpoint(out, 1, {"policy": (policy, None)}, 1)
-    args = train.parse_args([*start_flags(model, out), "--lora-rank", str(lora_rank)]).flat()
+    args = train.parse_args([*start_flags(model, out), "--lora-rank", str(lora_rank)]).to_flags()
     (out / "run.json").write_text(json.dumps({"args": args}))
     return out
 
 
+@pytest.mark.slow
 def test_eval_holds_one_tensor_of_a_run_at_a_time(toys, tmp_path):
     """Two processes, in bfloat16. The engine gets a merge in fp32 rounded to bfloat16, bit for bit."""
     demo.make_model(tmp_path / "model", "qwen2_5_vl", hidden=512, layers=8, vocab=4096)
@@ -193,19 +196,21 @@ def test_bad_weights_are_named_when_they_are_read(value, toys, tmp_path):
     with pytest.raises(UserError, match=f"{WEIGHT} of {tmp_path}/toy/model.safetensors holds NaN"):
         build(tmp_path / "toy")
     with pytest.raises(UserError, match=f"{tmp_path}/toy: {WEIGHT} holds NaN"):
-        C.load_trained(str(tmp_path / "toy"))
+        C.load_model_or_checkpoint(str(tmp_path / "toy"))
 
 
 def test_bad_weights_of_a_checkpoint_are_named_when_they_are_read(copy, monkeypatch):
     policy, optimizer, out = copy
     weight(policy)[3, 5] = math.nan
-    monkeypatch.setattr(C, "find_bad", lambda tensors: None)  # as an earlier version, which saved what it was given
+    monkeypatch.setattr(
+        C, "find_nonfinite", lambda tensors: None
+    )  # as an earlier version, which saved what it was given
     C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 9)
     monkeypatch.undo()
     with pytest.raises(UserError, match=f"{at(out, 6)}: model.hf.{WEIGHT} holds NaN.*remove this checkpoint"):
         C.load_checkpoint(at(out, 6), {"policy": (policy, optimizer)})
     with pytest.raises(UserError, match=f"{at(out, 6)}: {WEIGHT} holds NaN"):
-        C.load_trained(str(out))
+        C.load_model_or_checkpoint(str(out))
 
 
 # --- forged files, and those of earlier versions ---------------------------------------------------------------------
@@ -228,7 +233,7 @@ def refused_everywhere(out, policy, optimizer, toy, match):
     weight(policy).fill_(7)
     for path in (out, at(out, 4)):
         with pytest.raises(UserError, match=match):
-            C.load_trained(str(path))
+            C.load_model_or_checkpoint(str(path))
         with pytest.raises(UserError, match=match):
             find_start(start_args(toy, out, path))
     assert held(out) == ["step_000002", "step_000004"] and (weight(policy) == 7).all()
@@ -258,14 +263,14 @@ def test_a_pickle_in_place_of_a_checkpoints_file_is_never_read(name, copy, toys,
         dump(Program(tmp_path / "witness"), at(out, 4) / name)
         if name == SHARD:
             forge(at(out, 4))
-            assert C.damage(at(out, 4)) is None  # whoever forges the one forges the other
+            assert C.find_damage(at(out, 4)) is None  # whoever forges the one forges the other
             with pytest.raises(UserError, match=f"{FORGED}.*header"):
-                C.load_trained(str(out))
+                C.load_model_or_checkpoint(str(out))
             with pytest.raises(UserError, match=f"{FORGED}.*header"):
                 C.load_checkpoint(at(out, 4), {"policy": (policy, optimizer)})
         else:
             with pytest.raises(UserError, match="no intact checkpoint: .*trainer.json: missing, empty, cut"):
-                C.load_trained(str(at(out, 4)))
+                C.load_model_or_checkpoint(str(at(out, 4)))
     assert not (tmp_path / "witness").exists()
 
 
@@ -289,14 +294,14 @@ def test_a_file_of_another_checkpoint_is_named_and_not_read(copy, toys):
     """torch's reader takes tensors from every safetensors file of a folder."""
     policy, optimizer, out = copy
     os.link(at(out, 2) / SHARD, at(out, 4) / "shard-00002-model-00001-of-00001.safetensors")
-    assert "shard-00002-model-00001-of-00001.safetensors is not of this checkpoint" in C.damage(at(out, 4))
+    assert "shard-00002-model-00001-of-00001.safetensors is not part of this checkpoint" in C.find_damage(at(out, 4))
     assert first_value(out) == 2
 
 
 def test_only_tensors_are_saved(copy):
     policy, optimizer, out = copy
     next(iter(optimizer.state.values()))["n"] = 3
-    with pytest.raises(TypeError, match=r"a checkpoint holds tensors only, but \['optimizer.state.*\.n'\] are none"):
+    with pytest.raises(TypeError, match=r"holds tensors only, but \['optimizer.state.*\.n'\] are not tensors"):
         C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 1)
     del next(iter(optimizer.state.values()))["n"]
     assert held(out) == ["step_000002", "step_000004"]
@@ -323,25 +328,25 @@ def test_a_process_writes_several_files_and_none_is_a_pickle(copy, monkeypatch):
 
 def test_every_flipped_bit_is_noticed_and_its_file_named(copy):
     _, _, out = copy
-    assert C.damage(at(out, 4)) is None
+    assert C.find_damage(at(out, 4)) is None
     for file in [at(out, 4) / SHARD]:
         size = file.stat().st_size
         for place, bit in ((0, 7), (size // 3, 0), (size - 1, 3)):
             flip(file, place, bit)
-            assert str(file) in C.damage(at(out, 4)) and "checksum" in C.damage(at(out, 4))
+            assert str(file) in C.find_damage(at(out, 4)) and "checksum" in C.find_damage(at(out, 4))
             flip(file, place, bit)
         content = file.read_bytes()
         file.write_bytes(content[:-1])
-        assert f"{file}: damaged: its size and checksum are [{size - 1}, " in C.damage(at(out, 4))
+        assert f"{file}: damaged: its size and checksum are [{size - 1}, " in C.find_damage(at(out, 4))
         file.unlink()
-        assert f"No such file or directory: '{file}'" in C.damage(at(out, 4))
+        assert f"No such file or directory: '{file}'" in C.find_damage(at(out, 4))
         file.write_bytes(content)
     file = at(out, 4) / "trainer.json"
     for place in range(file.stat().st_size - 1):  # the last byte ends the line
         flip(file, place, place % 8)
-        assert str(file) in (C.damage(at(out, 4)) or ""), file.read_bytes()
+        assert str(file) in (C.find_damage(at(out, 4)) or ""), file.read_bytes()
         flip(file, place, place % 8)
-    assert C.damage(at(out, 4)) is None and C.read_trainer(at(out, 4))["kl_coef"] == 0.1 + 1e-17
+    assert C.find_damage(at(out, 4)) is None and C.read_trainer_state(at(out, 4))["kl_coef"] == 0.1 + 1e-17
 
 
 @pytest.mark.parametrize("content", ["", '{"step": 4', "[]", "\xff\xfe", "{}", "[" * 100_000])
@@ -350,7 +355,7 @@ def test_a_cut_trainer_json_is_named_and_passed_over(content, copy, toys, capsys
     (at(out, 4) / "trainer.json").write_text(content, encoding="latin1")
     with pytest.raises(UserError, match="no intact checkpoint: .*step_000004/trainer.json: "):
         find_start(start_args(toys["qwen2_5_vl"], out, at(out, 4)))
-    assert first_value(out) == 2 and f"passed over: {at(out, 4)}/trainer.json" in capsys.readouterr().out
+    assert first_value(out) == 2 and f"skipped: {at(out, 4)}/trainer.json" in capsys.readouterr().out
 
 
 def test_a_cut_run_json_is_named(copy, toys):
@@ -358,12 +363,12 @@ def test_a_cut_run_json_is_named(copy, toys):
     for content in ("", "{}", '{"args": {"mod'):
         (out / "run.json").write_text(content)
         with pytest.raises(UserError, match=f"{out}/run.json: "):
-            C.locate(str(out))
+            C.resolve_model(str(out))
         with pytest.raises(UserError, match=f"{out}/run.json: "):
             find_start(start_args(toys["qwen2_5_vl"], out, "auto"))
     (out / "run.json").unlink()
     with pytest.raises(UserError, match=f"is a checkpoint without its run: no run.json two folders above {at(out, 4)}"):
-        C.locate(str(at(out, 4)))
+        C.resolve_model(str(at(out, 4)))
 
 
 def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
@@ -373,7 +378,7 @@ def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
         return find_start(start_args(toys["qwen2_5_vl"], to, where))
 
     assert start("auto") == start(out) == start(at(out, 4)) == at(out, 4)
-    with pytest.raises(UserError, match="two histories"):
+    with pytest.raises(UserError, match="holds one history"):
         start(at(out, 2))
     with pytest.raises(UserError, match="already holds a run"):
         start("no")
@@ -381,9 +386,9 @@ def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
     capsys.readouterr()
     # to read from it, or go on elsewhere, changes nothing there
     assert first_value(out) == 2 and start(out, to=out.parent / "new") == at(out, 2)
-    told = f"passed over: {at(out, 4)}/{SHARD}: damaged: its size and checksum are"
+    told = f"skipped: {at(out, 4)}/{SHARD}: damaged: its size and checksum are"
     assert capsys.readouterr().out.count(told) == 2 and held(out) == ["step_000002", "step_000004"]
-    for damaged in (lambda: start(at(out, 4)), lambda: C.load_trained(str(at(out, 4)))):
+    for damaged in (lambda: start(at(out, 4)), lambda: C.load_model_or_checkpoint(str(at(out, 4)))):
         with pytest.raises(UserError, match=f"{at(out, 4)}: no intact checkpoint: .*{SHARD}"):
             damaged()
     assert held(out) == ["step_000002", "step_000004"]
@@ -391,7 +396,7 @@ def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
     assert start("auto") == at(out, 2)
     text = capsys.readouterr().out
     assert told in text and ". The folder is now called damaged_step_000004_2" in text
-    assert C.complete_checkpoints(out) == [at(out, 2)] and start(at(out, 2)) == start("auto") == at(out, 2)
+    assert C.list_checkpoints(out) == [at(out, 2)] and start(at(out, 2)) == start("auto") == at(out, 2)
     C.save_checkpoint(out, 3, {"policy": (policy, optimizer)}, 2)
     assert held(out) == ["damaged_step_000004", "damaged_step_000004_2", "step_000002", "step_000003"]
     for step in (2, 3):
@@ -407,7 +412,7 @@ def test_a_run_with_adapters_goes_on_with_the_same_adapters(copy, toys):
     rewrite(at(out, 4), parts=["lora_rank_4"])
     common = f"--model {toys['qwen2_5_vl']} --data d --out {out} --steps 9 --resume auto --lora-rank 4".split()
     cfg = train.parse_args(common)
-    (out / "run.json").write_text(json.dumps({"args": cfg.flat()}))
+    (out / "run.json").write_text(json.dumps({"args": cfg.to_flags()}))
     assert find_start(cfg) == at(out, 4)
     for more, told in (("--lora-alpha 3", "alpha was 32.0 and is 3.0"), ("--lora-targets q_proj", "is ..q_proj")):
         with pytest.raises(UserError, match=f"the checkpoint does not fit: .*{told}"):
@@ -420,7 +425,7 @@ def test_what_the_weights_or_the_place_in_the_data_depend_on_stays(copy, toys):
     rewrite(at(out, 4), parts=[])
     common = ["--model", toys["qwen2_5_vl"], "--data", "d", "--out", out, "--steps", 9, "--resume", "auto"]
     cfg = train.parse_args(list(map(str, common)))
-    (out / "run.json").write_text(json.dumps({"args": cfg.flat()}))
+    (out / "run.json").write_text(json.dumps({"args": cfg.to_flags()}))
     assert find_start(cfg) == at(out, 4)
     for flag, value in (("--model", toys["qwen2_vl"]), ("--prompts-per-step", 8), ("--train-vision", "all")):
         with pytest.raises(UserError, match=f"the checkpoint does not fit: {flag} was .* and is {value}; keep it"):
@@ -436,11 +441,11 @@ def test_a_named_checkpoint_goes_on_where_only_damaged_ones_are_newer(copy, toys
 
 def test_a_checkpoint_without_checksums_is_damaged(copy, capsys):
     _, _, out = copy
-    trainer = C.read_trainer(at(out, 4))
+    trainer = C.read_trainer_state(at(out, 4))
     (at(out, 4) / "trainer.json").write_text(json.dumps(trainer) + "\n")
-    assert "trainer.json: damaged: its checksum is not" in C.damage(at(out, 4))
-    (at(out, 4) / "trainer.json").write_text(C.sealed({"step": 4}))
-    assert f"{SHARD} is not of this checkpoint" in C.damage(at(out, 4)) and first_value(out) == 2
+    assert "trainer.json: damaged: its checksum is not" in C.find_damage(at(out, 4))
+    (at(out, 4) / "trainer.json").write_text(C.to_text_with_crc({"step": 4}))
+    assert f"{SHARD} is not part of this checkpoint" in C.find_damage(at(out, 4)) and first_value(out) == 2
 
 
 # --- names, leftovers, order -----------------------------------------------------------------------------------------
@@ -453,11 +458,11 @@ def test_only_names_of_digits_count_and_in_the_order_of_numbers(copy, toys, caps
     assert find_start(start_args(toys["qwen2_5_vl"], out, "auto")) == at(out, 4)
     C.save_checkpoint(out, 999_999, {"policy": (policy, optimizer)}, 2)
     C.save_checkpoint(out, 1_000_000, {"policy": (policy, optimizer)}, 2)
-    assert C.complete_checkpoints(out) == [at(out, 999_999), at(out, 1_000_000)]
+    assert C.list_checkpoints(out) == [at(out, 999_999), at(out, 1_000_000)]
     assert held(out) == ["step_000002.bak", "step_1000000", "step_999999", "step_backup"]
     os.rename(at(out, 1_000_000), at(out, 1_000_001))  # a name that says another step than the file
     assert find_start(start_args(toys["qwen2_5_vl"], out, "auto")) == at(out, 999_999)
-    assert "of step 1000000, but the folder's name says another" in capsys.readouterr().out
+    assert "of step 1000000, but its folder is named after another step" in capsys.readouterr().out
 
 
 def test_leftovers_are_removed_and_the_newest_never(copy):
@@ -468,7 +473,7 @@ def test_leftovers_are_removed_and_the_newest_never(copy):
     C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 1)
     assert at(out, 6).is_dir() and held(out) == ["step_000006", "step_000060", "step_000099"]
     C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 2)  # again
-    assert C.damage(at(out, 6)) is None and held(out) == ["step_000006", "step_000060", "step_000099"]
+    assert C.find_damage(at(out, 6)) is None and held(out) == ["step_000006", "step_000060", "step_000099"]
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(copy, monkeypatch):
@@ -521,9 +526,9 @@ def test_a_full_disk_is_named_and_loses_nothing(late, saved, small_disk, monkeyp
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(next(first, path)))
     free = usage(small_disk).free
     needs = rf"--out {out}: the checkpoint of step 4 needs 38\d{{5}} bytes: no space left .* \({free} bytes free\)"
-    with pytest.raises(UserError, match=f"{needs}; go on from {at(out, 2)} with --resume auto"):
+    with pytest.raises(UserError, match=f"{needs}; continue from {at(out, 2)} with --resume auto"):
         C.save_checkpoint(out, 4, {"policy": (policy, optimizer)}, 2)
-    assert held(out) == ["step_000002"] and C.damage(at(out, 2)) is None
+    assert held(out) == ["step_000002"] and C.find_damage(at(out, 2)) is None
 
 
 @pytest.mark.parametrize("where", ["trainer.json", "tensors", "other"])
@@ -534,7 +539,7 @@ def test_writing_that_fails_late(where, copy, monkeypatch):
         raise OSError(errno.EDQUOT if where != "other" else errno.EIO, "the disk says no")
 
     if where == "trainer.json":
-        monkeypatch.setattr(C, "sync", fail)
+        monkeypatch.setattr(C, "fsync_path", fail)
     else:
         monkeypatch.setattr(HuggingFaceStorageWriter, "finish", fail)
     with pytest.raises(
@@ -568,13 +573,14 @@ def test_two_processes_decide_alike(toys, tmp_path):
     assert held(tmp_path / "run") == ["damaged_step_000004", "step_000002"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_another_runs_newest_intact_checkpoint(toys, shapes, tmp_path, capsys):  # noqa: F811
     command = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "a", "--save-every", 1)]
     run([*command, "--steps", 2])
     flip(at(tmp_path / "a", 2) / SHARD)
     command[command.index(tmp_path / "a")] = tmp_path / "b"
     done = run([*command, "--steps", 2, "--resume", tmp_path / "a"])
-    assert f"passed over: {at(tmp_path / 'a', 2)}/{SHARD}" in done.stdout
+    assert f"skipped: {at(tmp_path / 'a', 2)}/{SHARD}" in done.stdout
     assert f"resumed from {at(tmp_path / 'a', 1)} after step 1" in done.stdout
     again, first = (
         [{k: v for k, v in row.items() if k[:5] not in ("time/", "perf/")} for row in rows(tmp_path / x)] for x in "ba"
@@ -582,7 +588,7 @@ def test_a_run_goes_on_from_another_runs_newest_intact_checkpoint(toys, shapes, 
     assert again == first[1:] and held(tmp_path / "b") == ["step_000002"]
     merge_lora.main(merge_lora.parse_args([str(tmp_path / "a"), "--out", str(tmp_path / "hf")]))
     told = capsys.readouterr().out
-    assert f"wrote {tmp_path / 'hf'} from {at(tmp_path / 'a', 1)}" in told and "passed over" in told
+    assert f"wrote {tmp_path / 'hf'} from {at(tmp_path / 'a', 1)}" in told and "skipped: " in told
 
 
 def test_resume_wants_a_checkpoint_or_a_run_that_has_one(toys, tmp_path):

@@ -13,10 +13,10 @@ from test_train import flags, kill_after, rows, run, without_time, write_parquet
 
 from errors import UserError
 from prepare_data import Example
-from reward import RewardConfig, RewardContext, Stage
-from rewards.curriculum import parts_of, read_file
-from rewards.grade import Grader, response_to
-from rewards.order import batch_of, last_stage, make_order
+from reward import CurriculumStage, RewardConfig, RewardContext
+from rewards.curriculum import read_stages, split_proportionally
+from rewards.grade import Grader, make_rollout_stub
+from rewards.order import load_last_stage, make_order, shuffled_batch
 from tasks import geospot
 
 
@@ -43,8 +43,8 @@ def test_without_a_file_batches_are_as_they_were_and_rewards_are_told_nothing(ca
     given = examples()
     plain = make_order(None, given, 4, seed=3)
     for step in range(25):
-        assert uids(plain.batch(step, step, 0, {})) == [f"u{i}" for i in batch_of(step, 40, 4, seed=3)]
-    assert plain.stage(0) == last_stage(None, [])[1] == Stage() and plain.metrics(0, {}) == {}
+        assert uids(plain.select_batch(step, step, 0, {})) == [f"u{i}" for i in shuffled_batch(step, 40, 4, seed=3)]
+    assert plain.current_stage(0) == load_last_stage(None, [])[1] == CurriculumStage() and plain.metrics(0, {}) == {}
     assert capsys.readouterr().out == ""
     assert plain.after_step({}, 0, 1, {"u1": 1.0}) == {}
 
@@ -53,27 +53,29 @@ def test_stages_filter_and_are_a_function_of_the_step(tmp_path, capsys):
     easy = {"name": "easy", "from": 0, "where": {"answer_type": "count", "difficulty": {"least": 2, "most": 5}}}
     task = {"name": "geo", "from": 10, "where": {"data_source": ["geo3k"]}, "reward": {"geo3k": {"strict": True}}}
     of = curriculum(tmp_path, easy, task, {"from": 20})
-    seen = {step: of.batch(step, step, 0, {}) for step in range(30)}
+    seen = {step: of.select_batch(step, step, 0, {}) for step in range(30)}
     fits = {e.uid for e in examples() if e.extra["answer_type"] == "count" and 2 <= e.extra["difficulty"] <= 5}
     assert {e.uid for step in range(10) for e in seen[step]} == fits and len(fits) == 8
     assert {e.data_source for step in range(10, 20) for e in seen[step]} == {"hiyouga/geometry3k"}
     assert len({e.uid for step in range(20, 30) for e in seen[step]}) > 30
     again = curriculum(tmp_path, easy, task, {"from": 20})  # resumed: nothing but the step and position is needed
     for step in random.Random(0).sample(range(30), 30):
-        assert uids(again.batch(step, step, 0, {})) == uids(seen[step])
-    assert [of.number(step) for step in (0, 9, 10, 19, 20, 99)] == [0, 0, 1, 1, 2, 2]
-    assert of.stage(0) == Stage("easy", 0, {}) and of.stage(12) == Stage("geo", 1, {"geo3k": {"strict": True}})
+        assert uids(again.select_batch(step, step, 0, {})) == uids(seen[step])
+    assert [of.stage_index(step) for step in (0, 9, 10, 19, 20, 99)] == [0, 0, 1, 1, 2, 2]
+    assert of.current_stage(0) == CurriculumStage("easy", 0, {}) and of.current_stage(12) == CurriculumStage(
+        "geo", 1, {"geo3k": {"strict": True}}
+    )
     told = capsys.readouterr().out
     assert told.count("\n") == 2 and "after 0 steps stage 1 of 3, easy: 8 of 40" in told
-    of.stage(13)
-    assert capsys.readouterr().out == "" and of.stage(10**6) == Stage("", 2, {})
+    of.current_stage(13)
+    assert capsys.readouterr().out == "" and of.current_stage(10**6) == CurriculumStage("", 2, {})
     assert of.metrics(12, {}) == {"curriculum/stage": 1.0}
 
 
 def test_an_epoch_of_a_stage_has_each_of_its_examples_once(tmp_path):
     of = curriculum(tmp_path, {"from": 0, "where": {"data_source": "shapes"}})
     for epoch in range(3):
-        batches = [uids(of.batch(step, step, 0, {})) for step in range(5 * epoch, 5 * epoch + 5)]
+        batches = [uids(of.select_batch(step, step, 0, {})) for step in range(5 * epoch, 5 * epoch + 5)]
         assert len(set(chain(*batches))) == 20 == sum(map(len, batches))
 
 
@@ -81,14 +83,14 @@ def test_an_epoch_of_a_stage_has_each_of_its_examples_once(tmp_path):
 def test_a_mix_holds_in_each_batch(tmp_path, shares, n):
     of = curriculum(tmp_path, {"from": 0, "mix": shares}, per_step=8)
     for step in range(20):
-        count = Counter(e.data_source for e in of.batch(step, step, 0, {}))
+        count = Counter(e.data_source for e in of.select_batch(step, step, 0, {}))
         assert (count["shapes"], count["hiyouga/geometry3k"]) == n
 
 
 def test_shares_are_whole_and_add_up():
     for total in range(1, 50):
         for weights in ([1, 1, 1], [0.2, 0.5, 0.3], [5, 1], [1e-6, 1]):
-            parts = parts_of(total, dict(enumerate(weights)))
+            parts = split_proportionally(total, dict(enumerate(weights)))
             assert sum(parts.values()) == total
             exact = [total * w / sum(weights) for w in weights]
             assert all(abs(a - b) < 1 for a, b in zip(parts.values(), exact, strict=True))
@@ -97,9 +99,9 @@ def test_shares_are_whole_and_add_up():
 @pytest.mark.parametrize("order", ["difficulty", "-difficulty"])
 def test_an_order_by_a_column_is_kept_and_begins_anew(tmp_path, order):
     of = curriculum(tmp_path, {"from": 0, "order": order})
-    first = [e.extra["difficulty"] for step in range(10) for e in of.batch(step, step, 0, {})]
+    first = [e.extra["difficulty"] for step in range(10) for e in of.select_batch(step, step, 0, {})]
     assert first == sorted(first, reverse=order.startswith("-")) and len(first) == 40
-    assert uids(of.batch(11, 11, 0, {})) == uids(of.batch(1, 1, 0, {}))
+    assert uids(of.select_batch(11, 11, 0, {})) == uids(of.select_batch(1, 1, 0, {}))
 
 
 def test_what_is_solved_is_left_out_and_what_was_tried_least_comes_first(tmp_path):
@@ -108,7 +110,7 @@ def test_what_is_solved_is_left_out_and_what_was_tried_least_comes_first(tmp_pat
     truth = {f"u{i}": (0.0, 0.5, 1.0)[i % 3] for i in range(40)}
     tries = Counter()
     for step in range(40):
-        batch = uids(of.batch(step, step, 0, memory))
+        batch = uids(of.select_batch(step, step, 0, memory))
         assert len(set(batch)) == 4
         tries.update(batch)
         memory = of.after_step(memory, step, step + 1, {uid: truth[uid] for uid in batch})
@@ -122,16 +124,16 @@ def test_what_is_solved_is_left_out_and_what_was_tried_least_comes_first(tmp_pat
 def test_where_too_few_are_left_those_nearest_to_the_bounds_fill_the_batch(tmp_path):
     of = curriculum(tmp_path, {"from": 0, "solved": {"most": 0.5}}, n=8)
     rates = {f"u{i}": [0.3 + 0.1 * i, 1] for i in range(8)}
-    assert set(uids(of.batch(0, 0, 0, {"rates": rates}))) == {"u0", "u1", "u2", "u3"}  # u3 has 0.6
+    assert set(uids(of.select_batch(0, 0, 0, {"rates": rates}))) == {"u0", "u1", "u2", "u3"}  # u3 has 0.6
 
 
 @pytest.mark.parametrize(("order", "first"), [("solved", {"u0", "u1"}), ("-solved", {"u6", "u7"})])
 def test_an_order_by_solve_rate_takes_the_hardest_or_easiest_of_those_tried_as_often(tmp_path, order, first):
     of = curriculum(tmp_path, {"from": 0, "order": order}, per_step=2, n=8)
     rates = {f"u{i}": [i / 8, 2] for i in range(8)}
-    assert set(uids(of.batch(5, 5, 0, {"rates": rates}))) == first
+    assert set(uids(of.select_batch(5, 5, 0, {"rates": rates}))) == first
     rates |= {uid: [rate, 3] for uid, (rate, _) in rates.items() if uid in first}
-    assert not first & set(uids(of.batch(6, 6, 0, {"rates": rates})))
+    assert not first & set(uids(of.select_batch(6, 6, 0, {"rates": rates})))
 
 
 def test_a_running_solve_rate_is_a_mean_first_and_then_forgets(tmp_path):
@@ -151,7 +153,9 @@ def test_rounds_of_a_step_have_other_examples_and_an_order_begins_with_its_stage
     rates = {f"u{i}": [i / 40, 1] for i in range(40)}
     memory, position = {"rates": rates}, 0
     for step, rounds in enumerate((2, 1, 4, 3)):  # dynamic sampling: the position runs ahead of the step
-        drawn = list(chain.from_iterable(uids(of.batch(step, position, round, memory)) for round in range(rounds)))
+        drawn = list(
+            chain.from_iterable(uids(of.select_batch(step, position, round, memory)) for round in range(rounds))
+        )
         assert len(set(drawn)) == len(drawn) == 4 * rounds or step < 3
         position += rounds
         memory = of.after_step(memory, step, position, {}) | {"rates": rates}
@@ -178,7 +182,7 @@ from = 7
     ]
     stages[0]["reward"] = {"geo3k": {"strict": True}}
     Path(tmp_path / "a.json").write_text(json.dumps({"stages": stages}))
-    assert read_file(str(toml)) == read_file(str(tmp_path / "a.json"))
+    assert read_stages(str(toml)) == read_stages(str(tmp_path / "a.json"))
 
 
 WRONG = {
@@ -187,22 +191,22 @@ WRONG = {
     "not 0": ({"stages": [{"from": 5}]}, r"begin at steps \[5\]"),
     "twice": ({"stages": [{"from": 0}, {"from": 3}, {"from": 3}]}, r"steps \[0, 3, 3\]"),
     "no from": ({"stages": [{"name": "x"}]}, "give a table with `from`"),
-    "unknown": ({"stages": [{"from": 0, "wher": {}}]}, "stage 1 has wher; known: name, from, where"),
+    "unknown": ({"stages": [{"from": 0, "wher": {}}]}, "stage 1 has unknown keys: wher; known: name, from, where"),
     "bounds": ({"stages": [{"from": 0, "where": {"difficulty": {"min": 3}}}]}, "`least` and `most`"),
     "solved": ({"stages": [{"from": 0, "solved": {"most": "high"}}]}, "`least` and `most`"),
     "share": ({"stages": [{"from": 0, "mix": {"shapes": 0}}]}, "a share above 0"),
     "options": ({"stages": [{"from": 0, "reward": {"shapes": 3}}]}, "a table of options"),
     "column": ({"stages": [{"from": 0, "where": {"level": 3}}]}, "no example has a column 'level'"),
     "order": ({"stages": [{"from": 0, "order": "answer_type"}]}, "example 'u0' has 'count' there"),
-    "few": ({"stages": [{"from": 0, "where": {"difficulty": 99}}]}, "has 0 examples, and a batch takes 4"),
+    "few": ({"stages": [{"from": 0, "where": {"difficulty": 99}}]}, "has 0 examples, but a batch needs 4"),
     "percent": ({"stages": [{"from": 0, "solved": {"least": 10, "most": 90}}]}, "shares from 0 to 1"),
     "turned": ({"stages": [{"from": 0, "solved": {"least": 0.9, "most": 0.1}}]}, "least below most"),
     "sign": ({"stages": [{"from": 0, "order": "--difficulty"}]}, "no example has a column '-difficulty'"),
     "dash": ({"stages": [{"from": 0, "order": "-"}]}, "no example has a column ''"),
-    "kind": ({"stages": [{"from": True}]}, "from is True, which is no int"),
+    "kind": ({"stages": [{"from": True}]}, "from is True, expected type int"),
     "infinite": ({"stages": [{"from": 0, "mix": {"shapes": math.inf}}]}, "a share above 0"),
     "no task": ({"stages": [{"from": 0, "mix": {"vqa": 1}}]}, "has 0 examples of task vqa"),
-    "no row": ({"stages": [{"from": 0, "reward": {"vqa": {}}}]}, "reward of 'vqa', of which there is no example"),
+    "no row": ({"stages": [{"from": 0, "reward": {"vqa": {}}}]}, "reward of 'vqa', but no example has this task"),
     "small": ({"stages": [{"from": 0, "mix": {"shapes": 100, "geo3k": 1}}]}, "leaves no example of task geo3k"),
 }
 
@@ -236,6 +240,7 @@ def score(response, example, step, stage):
 BY_SOLVE_RATE = pytest.param({"least": 0.05, "most": 0.95}, id="by solve rate", marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solved", [pytest.param({}, id="by step"), BY_SOLVE_RATE])
 def test_killed_in_a_stage_and_resumed_a_run_is_the_uninterrupted_one(solved, toys, tmp_path):
     data = write_parquet(tmp_path / "train.parquet", geospot.toy(24, "train", 0))
@@ -269,6 +274,7 @@ def test_killed_in_a_stage_and_resumed_a_run_is_the_uninterrupted_one(solved, to
 BY_STEP = "def score(response, example, step):\n    return float(step)\n"
 
 
+@pytest.mark.slow
 def test_the_same_weights_evaluate_to_the_same_figure_whatever_step_they_were_saved_at(toys, tmp_path):
     """Also under a reward that depends on the step, and with the task's own stages switched off."""
     train, test = (write_parquet(tmp_path / name, geospot.toy(8, name, 0)) for name in ("train", "test"))
@@ -292,14 +298,14 @@ def test_geospot_trains_by_its_stages_and_is_evaluated_with_all_parts(tmp_path):
     (tmp_path / "stages.toml").write_text("[[stages]]\nfrom = 0\nname = 'all'\n")
 
     def graded(stages, step, stage):
-        response = response_to(own[0], text, context=RewardContext(step=step, stage=stage))
+        response = make_rollout_stub(own[0], text, context=RewardContext(step=step, stage=stage))
         [rewards] = Grader(RewardConfig(reward_workers=0)).collect([response])
         return rewards["reward"]
 
     full = geospot.geospot_reward(text, truths[0])["reward"]
     for file in (None, "none", str(tmp_path / "stages.toml")):
         stages = make_order(file, own, 4, 0)
-        trained = [graded(stages, step, stages.stage(step)) for step in (0, 100, 5000)]
+        trained = [graded(stages, step, stages.current_stage(step)) for step in (0, 100, 5000)]
         by_stage = [geospot.geospot_reward(text, truths[0], geospot.STAGES[i])["reward"] for i in (0, 1, 4)]
         assert trained == (by_stage if file is None else [full] * 3)  # what a file does not name pays in full
-        assert {graded(stages, step, last_stage(file, own)[1]) for step in (0, 100, 5000)} == {full}
+        assert {graded(stages, step, load_last_stage(file, own)[1]) for step in (0, 100, 5000)} == {full}

@@ -14,10 +14,10 @@ from test_train import TORCHRUN, flags, rows, run, write_parquet
 ROOT = Path(__file__).resolve().parent.parent
 import reward  # noqa: E402
 from grpo import Algorithm  # noqa: E402
-from reward import RewardConfig, RewardContext, Stage  # noqa: E402
+from reward import CurriculumStage, RewardConfig, RewardContext  # noqa: E402
 from rewards import functions  # noqa: E402
-from rewards.grade import Grader, response_to, score  # noqa: E402
-from rollout import Rollout, give_rewards  # noqa: E402
+from rewards.grade import Grader, grade, make_rollout_stub  # noqa: E402
+from rollout import Rollout, assign_rewards  # noqa: E402
 
 CODE = """
 import functools, math
@@ -76,9 +76,9 @@ def load(tmp_path):
         grader.close()
 
 
-def grade(grader, *texts, example=None, **context):
+def grade_texts(grader, *texts, example=None, **context):
     context = RewardContext(**context)
-    return grader.collect([response_to(example or row(), text, context=context) for text in texts])
+    return grader.collect([make_rollout_stub(example or row(), text, context=context) for text in texts])
 
 
 # --- how they are called ---------------------------------------------------------------------------------------------
@@ -93,40 +93,40 @@ def grade(grader, *texts, example=None, **context):
 )
 @pytest.mark.parametrize("count", [0, 1])
 def test_functions_of_all_kinds(load, name, expected, count):
-    assert grade(load(name, reward_workers=count), "abc", "", step=5) == [{"reward": float(n)} for n in expected]
+    assert grade_texts(load(name, reward_workers=count), "abc", "", step=5) == [{"reward": float(n)} for n in expected]
 
 
 @pytest.mark.parametrize("name", ["told", "told_all"])
 def test_a_function_gets_by_name_what_it_asks_for(load, name):
     """Of the options of a stage only its own task's."""
-    context = RewardContext(step=4, stage=Stage("second", 1, {"a": {"x": 10}, "b": {"x": 20}}))
+    context = RewardContext(step=4, stage=CurriculumStage("second", 1, {"a": {"x": 10}, "b": {"x": 20}}))
     asked = (("a", "stop"), ("me/B", "length"), ("c", "stop"))
-    got = load(name).collect([response_to(row(source=s), "abc", f, context) for s, f in asked])
+    got = load(name).collect([make_rollout_stub(row(source=s), "abc", f, context) for s, f in asked])
     assert [r["reward"] for r in got] == [10, 20, -1] and [r["cut"] for r in got] == [0, 1, 0]
     assert {(r["step"], r["number"]) for r in got} == {(4, 1)}
 
 
 def test_keyword_arguments_get_everything(load):
-    assert grade(load("whatever"), "a", step=1234)[0].keys() == {"finish_reason", "step", "stage", "reward"}
+    assert grade_texts(load("whatever"), "a", step=1234)[0].keys() == {"finish_reason", "step", "stage", "reward"}
 
 
 @complete
 def test_each_task_has_its_own_function_beside_built_in_ones(load):
     grader = load("parts", "geo3k=number", "Some/Go=all_of_them")
     sources = ["chess", "hiyouga/geometry3k", "go", "go"]
-    got = grader.collect([response_to(row(source=s), "ab") for s in sources])
+    got = grader.collect([make_rollout_stub(row(source=s), "ab") for s in sources])
     assert [r["reward"] for r in got] == [0.5, 2, 2, 2]
     mixed = load("mine=number")
     data = [row(source="mine"), row(source="geo3k"), row("c", "shapes", "red")]
     data[2].extra["answer_type"] = "colour"
-    assert mixed.check(data) == {"mine": 1, "geo3k": 1, "shapes": 1}
-    got = mixed.collect([response_to(e, f"\\boxed{{{e.ground_truth}}}") for e in data])
+    assert mixed.check_examples(data) == {"mine": 1, "geo3k": 1, "shapes": 1}
+    got = mixed.collect([make_rollout_stub(e, f"\\boxed{{{e.ground_truth}}}") for e in data])
     assert [r["reward"] for r in got] == [9, 0.9, 1]
     with pytest.raises(reward.UserError, match="no reward for data_source 'chess'"):
-        mixed.check([row(source="chess")])
-    with pytest.raises(reward.UserError, match="nothing could equal"):
-        mixed.check([row(source="geo3k", truth="")])
-    assert load("geo3k=number").check([row(source="geo3k", truth="")]) == {"geo3k": 1}  # it may know better
+        mixed.check_examples([row(source="chess")])
+    with pytest.raises(reward.UserError, match="does not earn full marks"):
+        mixed.check_examples([row(source="geo3k", truth="")])
+    assert load("geo3k=number").check_examples([row(source="geo3k", truth="")]) == {"geo3k": 1}  # it may know better
 
 
 def test_a_path_may_hold_an_equals_sign(load, tmp_path):
@@ -142,8 +142,11 @@ def test_paths_are_kept_absolute(load, monkeypatch):
     assert functions.absolute_spec("geo3k=mine.py:number") == f"geo3k={load.path}:number"
     assert functions.absolute_spec("mine.py:number") == f"{load.path}:number"
     assert functions.absolute_spec("geo3k=other.py:number") == "geo3k=other.py:number"
-    assert functions.absolute_option("template=mine.py") == f"template={load.path}"
-    assert [functions.absolute_option(pair) for pair in ("template=x.txt", "model=a")] == ["template=x.txt", "model=a"]
+    assert functions.absolute_judge_option("template=mine.py") == f"template={load.path}"
+    assert [functions.absolute_judge_option(pair) for pair in ("template=x.txt", "model=a")] == [
+        "template=x.txt",
+        "model=a",
+    ]
 
 
 # --- what is wrong with them -----------------------------------------------------------------------------------------
@@ -159,9 +162,9 @@ def test_paths_are_kept_absolute(load, monkeypatch):
         (["{dir}/mine.py:nothing"], "nothing does not exist.*number, parts"),
         (["{dir}/mine.py:value"], "value is not a function"),
         (["{dir}/mine.py:three"], r"three must take .response, example. or .responses, examples., .*'other'"),
-        (["{dir}/mine.py:number", "{dir}/mine.py:parts"], "another one of all tasks, .*mine.py:number; drop one"),
+        (["{dir}/mine.py:number", "{dir}/mine.py:parts"], "for all tasks, after .*mine.py:number; drop one"),
         pytest.param(
-            ["geo3k={dir}/mine.py:number", "geometry3k={dir}/mine.py:parts"], "another one of the task 'geo3k'",
+            ["geo3k={dir}/mine.py:number", "geometry3k={dir}/mine.py:parts"], "a second one for the task 'geo3k'",
             marks=complete,
         ),
     ],
@@ -179,27 +182,27 @@ def test_a_judges_settings_need_a_judge():
 @pytest.mark.parametrize("count", [0, 1])
 def test_each_function_is_tried_once_with_a_row_of_its_task(load, count):
     grader = load("number", "chess=raises", reward_workers=count)
-    grader.check([row("a", "go"), row("b", "chess", "four"), row("c", "chess", "5")])
+    grader.check_examples([row("a", "go"), row("b", "chess", "four"), row("c", "chess", "5")])
     with pytest.raises(Exception, match="invalid literal for int") as caught:
-        grader.try_out()
+        grader.dry_run()
     assert caught.value.__notes__[-1] == "this was the trial call before the run" and not grader.counts
-    assert "'b'" in str(caught.value) + str(caught.value.__notes__) and grader.try_out(main=False) is None
+    assert "'b'" in str(caught.value) + str(caught.value.__notes__) and grader.dry_run(main=False) is None
     for name, message in (("nan", "row 'b'.*is nan"), ("no_total", "row 'b'.*add a total"), ("text", "'1.0' .str"),
-                          ("nothing_returned", "is None"), ("too_few", "a list of 1 for 2 responses; return one of"),
+                          ("nothing_returned", "is None"), ("too_few", "a list of 1 for 2 responses; return one for"),
                           ("inf", "is inf")):
         grader = load(f"chess={name}", reward_workers=count)
-        grader.check([row("b", "chess")])
+        grader.check_examples([row("b", "chess")])
         with pytest.raises(reward.UserError, match=message):
-            grader.try_out()
+            grader.dry_run()
 
 
 def test_a_task_that_no_row_has_is_a_mistake(load):
     grader = load("go=number", "number")
-    grader.check([row(source="chess"), row(source="geo3k")])
-    with pytest.raises(reward.UserError, match="--reward go=.*: no row has the task 'go'; there are chess, geo3k"):
-        grader.try_out()
-    grader.check([row(source="go")])
-    grader.try_out()
+    grader.check_examples([row(source="chess"), row(source="geo3k")])
+    with pytest.raises(reward.UserError, match="--reward go=.*: no row has the task 'go'; tasks in the data: chess, g"):
+        grader.dry_run()
+    grader.check_examples([row(source="go")])
+    grader.dry_run()
 
 
 # --- what they may return --------------------------------------------------------------------------------------------
@@ -207,24 +210,24 @@ def test_a_task_that_no_row_has_is_a_mistake(load):
 
 def test_a_number_for_each_image(load):
     two = row(images=[b"1", b"2"])
-    assert grade(load("by_image"), "abc", example=two) == [{"image_1": 3.0, "image_2": 1.0, "reward": 2.0}]
+    assert grade_texts(load("by_image"), "abc", example=two) == [{"image_1": 3.0, "image_2": 1.0, "reward": 2.0}]
     total = {"image_1": 1.0, "image_2": 2.0, "reward": 7.0, "x": 1.0}
-    assert grade(load("by_image_total"), "abc", example=two) == [total]
+    assert grade_texts(load("by_image_total"), "abc", example=two) == [total]
     with pytest.raises(reward.UserError, match="row 'row-7': the reward returned 1 numbers under 'images' for 2 imag"):
-        grade(load("by_image", reward_errors="stop"), "a", example=two)
+        grade_texts(load("by_image", reward_errors="stop"), "a", example=two)
     with pytest.raises(reward.UserError, match="add a total"):
-        grade(load("by_image", reward_errors="stop"), "", example=row())
+        grade_texts(load("by_image", reward_errors="stop"), "", example=row())
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_one_bad_number_of_a_batch_is_one_failure_and_a_wrong_length_all(load, count):
     grader = load("some", reward_workers=count)
-    assert grade(grader, "a", "bad", "b") == [{"reward": 1.0}, None, {"reward": 1.0}]
+    assert grade_texts(grader, "a", "bad", "b") == [{"reward": 1.0}, None, {"reward": 1.0}]
     assert grader.counts == {"reward/errors": 1}
     with pytest.raises(reward.UserError, match="row 'row-7' and others: the reward returned a list of 1 for 3 resp"):
-        grade(load("too_few", reward_workers=count, reward_errors="stop"), "a", "b", "c")
-    assert grade(load("too_few", reward_workers=count), "a", "b") == [None, None]
-    assert grade(load("swapped"), "a", "b") == [{"reward": 1.0}] * 2
+        grade_texts(load("too_few", reward_workers=count, reward_errors="stop"), "a", "b", "c")
+    assert grade_texts(load("too_few", reward_workers=count), "a", "b") == [None, None]
+    assert grade_texts(load("swapped"), "a", "b") == [{"reward": 1.0}] * 2
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
@@ -236,19 +239,19 @@ def test_failures_are_counted_and_told_and_treated_as_asked(load, capfd, count):
     for errors, instead in (("drop", None), ("zero", {"reward": 0.0})):
         grader = load("raises", reward_errors=errors, reward_workers=count)
         for step in (0, 1):
-            got = grade(grader, *texts, step=step)
+            got = grade_texts(grader, *texts, step=step)
             assert got == [{"reward": 4.0}, instead, {"reward": 5.0}, instead, instead]
             assert grader.pop_counts() == {"reward/errors": 3}
             told = capfd.readouterr().err
-            line = "3 of 5 rewards failed (3 ValueError), as row 'row-7': the reward raised ValueError: "
+            line = "3 of 5 rewards failed (3 ValueError), for example row 'row-7': the reward raised ValueError: "
             assert told.count(line) == 1
             in_full = [told.count(text) for text in ("Traceback", "mine.py", "; for the response 'x'\n")]
             assert in_full == [int(step == 0)] * 3
-            grade(grader, *texts, step=step)  # a second batch of it
+            grade_texts(grader, *texts, step=step)  # a second batch of it
             grader.counts.clear()
             assert capfd.readouterr().err == ""
     with pytest.raises(Exception, match="invalid literal for int.*'x'") as caught:
-        grade(load("raises", reward_errors="stop", reward_workers=count), *texts)
+        grade_texts(load("raises", reward_errors="stop", reward_workers=count), *texts)
     if count == 0:  # for a debugger: the error itself
         assert type(caught.value) is ValueError and caught.traceback[-1].path == load.path
         assert caught.value.__notes__ == ["raised by the reward of row 'row-7' for the response 'x'"]
@@ -257,7 +260,7 @@ def test_failures_are_counted_and_told_and_treated_as_asked(load, capfd, count):
 
 
 def test_if_all_fail_it_is_said_loudly(load, capfd):
-    assert grade(load("raises"), "x", "y") == [None, None]
+    assert grade_texts(load("raises"), "x", "y") == [None, None]
     assert "warning: ALL of them failed: nothing can be learnt from these responses" in capfd.readouterr().err
 
 
@@ -268,17 +271,17 @@ def test_a_built_in_reward_that_fails_is_no_exception(load, monkeypatch):
     def fragile(response, example, step):
         return 1 / (len(response) - 1)
 
-    assert grade(load(), "a", "abc", example=row(source="fragile")) == [None, {"reward": 0.5}]
+    assert grade_texts(load(), "a", "abc", example=row(source="fragile")) == [None, {"reward": 0.5}]
     with pytest.raises(ZeroDivisionError):
-        score("a", row(source="fragile"))
+        grade("a", row(source="fragile"))
 
 
 def test_a_dropped_response_counts_for_nothing():
     def made(results, **algo):
         algo = Algorithm(**{"group_size": 4} | algo)
         rollouts = [Rollout(None, i % 4, [1] * 20, [True] * 20, [0.0] * 20, "stop", "") for i in range(len(results))]
-        give_rewards(rollouts, results, algo, 20)
-        return rollouts, [algo.counts(r.finish_reason) for r in rollouts]
+        assign_rewards(rollouts, results, algo, 20)
+        return rollouts, [algo.counts_in_loss(r.finish_reason) for r in rollouts]
 
     results = [{"reward": 1.0, "x": 1.0}, None, {"reward": 0.25, "x": 0.0}, {"reward": 0.1, "x": 0.0}, *[None] * 4,
                *[{"reward": 0.1}] * 3, None]
@@ -313,7 +316,7 @@ def judge_options(pairs):
     return JudgeOptions("", tuple(filter(None, values.get("tasks", "").split(","))),
                         float(values.get("weight", 1)), int(values.get("calls", 0)))
 
-def find_model(url, options): return options
+def resolve_model_name(url, options): return options
 
 class Judge:
     def __init__(self, url, options, cache, world):
@@ -346,9 +349,9 @@ def test_a_judge_adds_its_score(load, tmp_path, monkeypatch, capfd, count):
 
     grader = judged("weight=0.25", "tasks=mine,poem", "calls=5", world=2)
     data = [row(source="mine"), row(source="poem"), row(source="geo3k")]
-    assert grader.check(data) == {"mine": 1, "poem": 1, "geo3k": 1}
-    grader.try_out()
-    rollouts = [response_to(e, text) for e in data for text in ("\\boxed{3}", "bad")]
+    assert grader.check_examples(data) == {"mine": 1, "poem": 1, "geo3k": 1}
+    grader.dry_run()
+    rollouts = [make_rollout_stub(e, text) for e in data for text in ("\\boxed{3}", "bad")]
     got = grader.collect(rollouts)
     own = {"accuracy": 1.0, "format": 0.0, "reward": 0.9}
     assert got[0] == {"short": 1.0, "judge": 0.9, "reward": pytest.approx(0.75 * 0.5 + 0.25 * 0.9)}
@@ -363,10 +366,10 @@ def test_a_judge_adds_its_score(load, tmp_path, monkeypatch, capfd, count):
     grader.close()
     grader = judged()
     assert grader.collect(rollouts[:1])[0] == {"short": 1.0, "judge": 0.9, "reward": 0.9}
-    with pytest.raises(reward.UserError, match="calls=1: less than one for each process"):
+    with pytest.raises(reward.UserError, match="calls=1 is less than one call for each of"):
         judged("calls=1", world=2)
     with pytest.raises(reward.UserError, match="no reward for data_source 'chess'"):
-        judged("tasks=poem").check([row(source="chess")])
+        judged("tasks=poem").check_examples([row(source="chess")])
     grader.close()
 
 
@@ -403,7 +406,7 @@ def test_a_run_goes_on_where_rewards_fail_and_hang_on_two_ranks(toys, tmp_path):
     said = done.stdout + done.stderr
     assert "ALL of them failed" in said and "RuntimeError" in said and "rank 1: " in said
     evaluated = json.loads(next((out / "eval").glob("step_000003.json")).read_text())
-    assert evaluated["failed"] > 0 and "rewards that failed, counted as 0" in said
+    assert evaluated["failed"] > 0 and "failed rewards, counted as 0" in said
 
 
 @pytest.mark.parametrize("errors", ["drop", "zero"])
@@ -420,7 +423,7 @@ def test_a_first_step_whose_rewards_all_fail_ends_the_run(errors, toys, tmp_path
     more = ["--reward", f"{tmp_path}/fails.py:score", "--reward-errors", errors, "--steps", 2, "--no-self-test"]
     done = run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, tmp_path / "out", *more)], check=False)
     last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and "error: all of the first responses failed, as row " in last, done.stderr
+    assert done.returncode == 1 and "error: all responses of the first batch failed, such as row " in last, done.stderr
     assert "the reward raised KeyError: 'text'" in last and not (tmp_path / "out" / "checkpoints").exists()
 
 
@@ -440,9 +443,9 @@ def test_the_examples_of_the_page_work(tmp_path):
     example.pil_images = [Image.new("RGB", (8, 8), "red")]
     for name in names:
         grader = Grader(RewardConfig(reward=(f"{tmp_path}/my_rewards.py:{name}",), reward_errors="stop"))
-        grader.check([example])
-        grader.try_out()
-        good, bad = grade(grader, "<think>a</think> \\boxed{red}", "blue" * 1000, example=example, step=0)
+        grader.check_examples([example])
+        grader.dry_run()
+        good, bad = grade_texts(grader, "<think>a</think> \\boxed{red}", "blue" * 1000, example=example, step=0)
         assert good["reward"] > bad["reward"], name
         grader.close()
     for flag in re.findall(r"`(--reward[a-z-]*|--judge[a-z-]*)", page):

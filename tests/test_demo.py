@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 import demo
 from errors import UserError
 from model import Processor
-from prepare_data import ReadingConfig, main, parse_args, read_examples
-from rewards.grade import score
-from rollout import load_environments, make_prompts
+from prepare_data import DataFormatConfig, main, parse_args, read_examples
+from rewards.grade import grade
+from rollout import make_env_factory, make_prompts
 from tasks import geometry, shapes
 
 
@@ -97,13 +97,13 @@ BRACES = str.maketrans("{}", "()")
 
 def test_the_demo_removes_nothing_but_an_earlier_demo(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ValueError, match="is not empty and no earlier demo"):
+    with pytest.raises(ValueError, match="is not empty and not the folder of an earlier demo"):
         demo.run_demo(tmp_path, 0, "qwen2_5_vl", short=True)
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
 def test_a_task_without_a_demo_is_refused_with_those_that_have_one(tmp_path):
-    told = "--task chess: no file of tasks/ or envs/ draws scenes of it; there are .*shapes, vqa"
+    told = "--task chess: no task of that name has a demo; choose from .*shapes, vqa"
     with pytest.raises(UserError, match=told):
         demo.main(demo.parse_args(["run", "--out", str(tmp_path), "--task", "chess"]))
     assert not list(tmp_path.iterdir())
@@ -116,8 +116,8 @@ def test_true_answers_earn_the_reward_and_usual_ones_mostly_do_not():
     for row in shapes.shapes_rows(200, "train", 5):
         truth, extra = row["reward_model"]["ground_truth"], row["extra_info"]
         examples.append(SimpleNamespace(uid=extra["uid"], data_source="shapes", ground_truth=truth, extra=extra))
-    assert all(score(rf"\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in examples)
-    lazy = [score(demo.usual_replies("shapes")[e.extra["answer_type"]], e)["accuracy"] for e in examples]
+    assert all(grade(rf"\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in examples)
+    lazy = [grade(demo.most_frequent_replies("shapes")[e.extra["answer_type"]], e)["accuracy"] for e in examples]
     assert 0.1 < sum(lazy) / len(lazy) < 0.5
 
 
@@ -128,10 +128,10 @@ TASKS = ("caption", "digits", "geo3k", "geospot", "nlvr2", "shapes", "vqa", *ENV
 
 
 def test_each_task_of_ours_has_scenes_and_a_plan():
-    assert set(TASKS) <= set(demo.with_scenes())
-    assert demo.plan_of("shapes") == demo.Plan(eval_every=5)  # whose figures are in README
+    assert set(TASKS) <= set(demo.find_demo_tasks())
+    assert demo.load_demo_config("shapes") == demo.DemoConfig(eval_every=5)  # whose figures are in README
     for task in TASKS:
-        assert 20 <= demo.plan_of(task).steps <= 60
+        assert 20 <= demo.load_demo_config(task).steps <= 60
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_the_demo_of_another_task(tmp_path):
     assert (summary["task"], summary["metric"], summary["n_test"], summary["steps"]) == ("caption", "reward", 100, 10)
     before, after, blank = (summary[key] for key in ("accuracy_before", "accuracy_after", "blank_image_accuracy"))
     assert -0.5 <= min(before, after, blank) and max(before, after, blank) < 1 and summary["train_seconds"] > 0
-    prompts = {e.messages[0]["content"] for e in read_examples(str(tmp_path / "test.parquet"), ReadingConfig())[0]}
+    prompts = {e.messages[0]["content"] for e in read_examples(str(tmp_path / "test.parquet"), DataFormatConfig())[0]}
     assert prompts == {"<image>Describe the image."}
     assert (tmp_path / "curve.png").is_file() and (tmp_path / "eval" / "report.html").is_file()
     [*_, last] = sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl"))
@@ -158,7 +158,7 @@ def toy_examples(tmp_path_factory):
     def made(task, split):
         file = tmp_path_factory.mktemp("toys") / f"{task}.parquet"
         main(parse_args([task, "--toy", "--n", "60", "--split", split, "--seed", "3", "--out", str(file)]))
-        return read_examples(str(file), ReadingConfig())[0]
+        return read_examples(str(file), DataFormatConfig())[0]
 
     return made
 
@@ -171,7 +171,7 @@ def as_json(truth):
 def test_rows_are_questions_of_the_scenes(task, toy_examples):
     """The warm start shows what RL will ask: the same prompts, byte for byte, about other images than the test's."""
     asked, replies = {}, {}
-    for images, questions in itertools.islice(demo.with_scenes()[task].scenes("test", 3), 1200):
+    for images, questions in itertools.islice(demo.find_demo_tasks()[task].scenes("test", 3), 1200):
         for kind, prompt, reply, truth in questions:
             asked[kind, prompt, tuple(images)] = truth
             replies[kind, prompt, truth] = reply
@@ -185,13 +185,13 @@ def test_rows_are_questions_of_the_scenes(task, toy_examples):
         [message] = e.messages
         truth = asked[kind, message["content"], tuple(e.images)]
         assert as_json(truth) == as_json(e.ground_truth)
-        best.append(score(replies[kind, message["content"], truth], e))
-        lazy.append(score(demo.usual_replies(task)[kind], e)["reward"])
+        best.append(grade(replies[kind, message["content"], truth], e))
+        lazy.append(grade(demo.most_frequent_replies(task)[kind], e)["reward"])
     if "accuracy" in best[0]:
         assert all(rewards["accuracy"] == rewards["format"] == 1.0 for rewards in best)
     assert min(rewards["reward"] for rewards in best) > max(0.5, sum(lazy) / len(lazy) + 0.25)
     others = {image for e in toy_examples(task, "train") for image in e.images}
-    for images, _ in itertools.islice(demo.with_scenes()[task].scenes("warm", 3), 300):
+    for images, _ in itertools.islice(demo.find_demo_tasks()[task].scenes("warm", 3), 300):
         others |= set(images)
     assert not others & {image for e in found for image in e.images}
 
@@ -208,7 +208,7 @@ def test_no_reply_of_a_toy_is_usually_right(task, toy_examples):
     best = []
     for kind, examples in by_kind.items():
         candidates = [reply for reply, _ in of_kind[kind].most_common(12)]
-        best.append(max(sum(score(reply, e)["reward"] for e in examples) / len(examples) for reply in candidates))
+        best.append(max(sum(grade(reply, e)["reward"] for e in examples) / len(examples) for reply in candidates))
     assert sum(best) / len(best) < 0.62
 
 
@@ -217,11 +217,11 @@ def test_written_episodes_are_right_or_lazy(task, tmp_path):
     """With the same environments, tokens and masks as a policy's; what was said is read from the tokens again."""
     demo.make_model(tmp_path / "base", task=task, hidden=64, layers=1)
     processor = Processor(str(tmp_path / "base"))
-    longest = demo.longest_reply(tmp_path / "base", task)
-    scenes = list(itertools.islice(demo.with_scenes()[task].scenes("warm", 1), 12))
-    start_of = load_environments(demo.env_of(task)).start_of
-    prompts = make_prompts(list(demo.examples_of(task, scenes)), processor, start_of=start_of)
-    usual_replies = demo.usual_replies(task)
+    longest = demo.max_reply_tokens(tmp_path / "base", task)
+    scenes = list(itertools.islice(demo.find_demo_tasks()[task].scenes("warm", 1), 12))
+    reset_fn = make_env_factory(demo.demo_env_config(task)).reset_example
+    prompts = make_prompts(list(demo.scenes_to_examples(task, scenes)), processor, reset_fn=reset_fn)
+    usual_replies = demo.most_frequent_replies(task)
     lazy_ones = 0
     for lazy in (False, True):
         for prompt in prompts:
@@ -229,14 +229,14 @@ def test_written_episodes_are_right_or_lazy(task, tmp_path):
             r = demo.write_rollout(task, prompt, processor, usual if lazy else "")
             own = [token for token, mine in zip(r.response, r.response_mask, strict=True) if mine]
             responses = processor.tokenizer.decode(own).split("<|im_end|>")[:-1]
-            assert len(responses) == r.turns <= demo.env_of(task).max_turns and len(r.response) < longest
+            assert len(responses) == r.n_turns <= demo.demo_env_config(task).max_turns and len(r.response) < longest
             assert r.logprobs == [0.0] * len(own) and r.response.count(processor.image_token_id) == 4 * len(r.images)
-            reward = score(responses[-1], r.prompt.example)["reward"]
+            reward = grade(responses[-1], r.prompt.example)["reward"]
             lazy_ones += responses[-1] == usual and reward < 1
-            assert responses == [usual] * r.turns if lazy else reward == pytest.approx(1.0)
+            assert responses == [usual] * r.n_turns if lazy else reward == pytest.approx(1.0)
     assert lazy_ones > len(prompts) / 2
     flags = ("--env", task, "--max-turns", 2)
-    assert demo.env_flags(task)[:4] == flags and demo.env_flags("shapes") == ()
+    assert demo.env_flag_args(task)[:4] == flags and demo.env_flag_args("shapes") == ()
 
 
 def test_the_demo_writes_below_the_folder_that_it_is_started_in(tmp_path, monkeypatch):

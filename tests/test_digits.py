@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from errors import UserError
-from prepare_data import ReadingConfig, main, parse_args, read_examples
-from rewards.grade import check_tasks, score
+from prepare_data import DataFormatConfig, main, parse_args, read_examples
+from rewards.grade import check_tasks, grade
 from tasks import digits
 
 
@@ -25,7 +25,7 @@ def pixels(image: Image.Image) -> bytes:
 
 
 def test_the_digits_are_split_whole():
-    train, test = digits.written_digits(False), digits.written_digits(True)
+    train, test = digits.load_handwritten_digits(False), digits.load_handwritten_digits(True)
     assert len(train) + len(test) == 1797 and 300 < len(test) < 420
     assert not {pixels(image) for image, _ in train} & {pixels(image) for image, _ in test}
     for found in (train, test):
@@ -49,15 +49,15 @@ def test_images_of_the_splits_share_no_digit(monkeypatch):
         used[split] = set(pasted)
         pasted.clear()
     assert not used["test"] & (used["train"] | used["warm"])
-    assert used["test"] <= {pixels(image) for image, _ in digits.written_digits(True)}
+    assert used["test"] <= {pixels(image) for image, _ in digits.load_handwritten_digits(True)}
     assert len(used["test"]) > 300 and len(used["train"]) > 600
 
 
 def test_questions_and_answers_agree(monkeypatch):
     """The truth, from the digits that were pasted, worked out anew."""
-    source = digits.written_digits(False)
+    source = digits.load_handwritten_digits(False)
     drawn = []
-    monkeypatch.setattr(digits, "written_digits", lambda test: source)
+    monkeypatch.setattr(digits, "load_handwritten_digits", lambda test: source)
     sample = random.Random.sample
 
     def watched(self, population, k):
@@ -132,13 +132,13 @@ SUM, EXISTS = "What is the sum of the digits?", "Is there a 7?"
     ],
 )
 def test_reward(response, truth, question, reward_earned):
-    assert score(response, example(truth, question))["reward"] == pytest.approx(reward_earned)
+    assert grade(response, example(truth, question))["reward"] == pytest.approx(reward_earned)
 
 
 def test_every_answer_is_right_for_itself_alone():
     truths = [str(n) for n in range(37)]
     for truth in truths:
-        right = [score(f"\\boxed{{{answer}}}", example(truth, SUM))["accuracy"] for answer in truths]
+        right = [grade(f"\\boxed{{{answer}}}", example(truth, SUM))["accuracy"] for answer in truths]
         assert right == [float(answer == truth) for answer in truths]
 
 
@@ -148,16 +148,16 @@ def test_ten_thousand_strings():
     start = time.process_time()
     for i in range(10_000):
         text = rng.choice(["", " "]).join(rng.choices(words, k=rng.randint(0, 40)))
-        assert score(text, rows[i % 2])["accuracy"] in (0.0, 1.0)
+        assert grade(text, rows[i % 2])["accuracy"] in (0.0, 1.0)
     assert (time.process_time() - start) / 10_000 < 0.001
 
 
 def test_file(tmp_path):
     out = tmp_path / "digits.parquet"
     main(parse_args(["digits", "--toy", "--n", "20", "--split", "test", "--out", str(out)]))
-    found, _ = read_examples(out, ReadingConfig())
+    found, _ = read_examples(out, DataFormatConfig())
     assert check_tasks(found) == {"digits": 20} and found[0].uid == "digits-test-0-0"
-    assert all(score(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in found)
+    assert all(grade(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in found)
     question = "<image>Answer in \\boxed{}. How many digits are there?"
     assert found[0].messages == [{"role": "user", "content": question}]
     assert found[0].extra["answer_type"] == "count" and found[0].extra["split"] == "test"
@@ -165,6 +165,6 @@ def test_file(tmp_path):
 
 def test_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    digits.written_digits.cache_clear()
-    with pytest.raises(UserError, match="digits come with scikit-learn; pip install -r requirements.txt"):
+    digits.load_handwritten_digits.cache_clear()
+    with pytest.raises(UserError, match="the digits task needs scikit-learn; pip install -r requirements.txt"):
         next(digits.toy(1, "train", 0))

@@ -65,7 +65,7 @@ def run(words: list[str], capsys) -> str:
 @pytest.mark.parametrize("name", [name for name in sections() if name])
 def test_the_commands_of_a_section(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evaluate, "locate", lambda *_: ("", None, {}))  # which opens the model
+    monkeypatch.setattr(evaluate, "resolve_model", lambda *_: ("", None, {}))  # which opens the model
     head, text = sections()[""], sections()[name]
     for words, mark, _ in commands(head):
         if not mark and words[1] == "-c":  # the images of the examples

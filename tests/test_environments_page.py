@@ -16,11 +16,11 @@ from test_docs import ROOT, SCRIPTS, commands, sections, write_files
 
 import eval as evaluate
 from envs import Environment, Observation
-from envs._play import PATIENCE
-from envs._threads import THREADS
-from prepare_data import ReadingConfig, read_examples
-from rewards.grade import score
-from rollout import ENDS, EnvConfig, load_environments
+from envs._episodes import MAX_WAIT_SECONDS
+from envs._threads import MAX_THREADS
+from prepare_data import DataFormatConfig, read_examples
+from rewards.grade import grade
+from rollout import EPISODE_END_REASONS, EnvConfig, make_env_factory
 
 PAGE = (ROOT / "docs" / "environments.md").read_text()
 OWN = sections(PAGE)["Write your own"]
@@ -61,7 +61,7 @@ def rows(path):
 
 
 def test_what_was_trained_on_is_what_the_page_says(played):
-    examples, _ = read_examples(str(played / "shapes.parquet"), ReadingConfig())
+    examples, _ = read_examples(str(played / "shapes.parquet"), DataFormatConfig())
     by_uid = {example.uid: example for example in examples}
     logged = rows(played / "out" / "uncover" / "metrics.jsonl")
     assert [row["step"] for row in logged] == [1, 2]
@@ -74,7 +74,7 @@ def test_what_was_trained_on_is_what_the_page_says(played):
             assert sample["turns"] == looks + 1 == len(sample["messages"]) - looks
             paid = sample["turns"] - (sample["ended_by"] == "done")  # also for what was not shown any more
             assert sample["rewards"]["environment"] == pytest.approx(-COST * paid)
-            own = score(sample["text"], by_uid[group["uid"]], finish_reason=sample["finish_reason"])
+            own = grade(sample["text"], by_uid[group["uid"]], finish_reason=sample["finish_reason"])
             rewards.append(own["reward"] - COST * paid)
             assert sample["rewards"]["reward"] == pytest.approx(rewards[-1])
             assert sample["rewards"]["accuracy"] == own["accuracy"]
@@ -85,7 +85,7 @@ def test_what_was_trained_on_is_what_the_page_says(played):
     assert logged[0]["episode/images"] == logged[0]["episode/turns"] - 1
     paid = [sample["rewards"]["environment"] for sample in samples]
     assert logged[0]["reward/environment"] == pytest.approx(fmean(paid))
-    for why in ENDS:
+    for why in EPISODE_END_REASONS:
         assert logged[0][f"episode/ended_by/{why}"] == fmean(sample["ended_by"] == why for sample in samples)
 
 
@@ -93,7 +93,7 @@ def test_the_metrics_of_episodes_are_documented(played):
     metrics = (ROOT / "docs" / "metrics.md").read_text()
     logged = rows(played / "out" / "uncover" / "metrics.jsonl")
     of_episodes = {name for row in logged for name in row if "episode/" in name}
-    assert len(of_episodes) >= 4 + len(ENDS)
+    assert len(of_episodes) >= 4 + len(EPISODE_END_REASONS)
     for name in {*of_episodes, "episode/errors", "episode/timeouts", "reward/environment"}:
         assert f"`{re.sub('ended_by/.*', 'ended_by/*', name)}`" in metrics, name
 
@@ -102,7 +102,9 @@ def test_the_evaluation_shows_turns_with_their_images(played):
     out = played / "out" / "uncover" / "eval"
     summary = json.loads((out / "eval.json").read_text())
     assert (summary["n"], summary["samples"]) == (2, 2)
-    assert set(summary["ended_by"]) <= set(ENDS) and sum(summary["ended_by"].values()) == pytest.approx(1)
+    assert set(summary["ended_by"]) <= set(EPISODE_END_REASONS) and sum(summary["ended_by"].values()) == pytest.approx(
+        1
+    )
     page = (out / "report.html").read_text()
     asked_for = round(4 * (summary["turns"] - 1))
     assert page.count("<img ") == 2 + asked_for and page.count(">And now?") == asked_for > 0
@@ -110,8 +112,8 @@ def test_the_evaluation_shows_turns_with_their_images(played):
 
 
 def test_the_environment_of_the_page_by_hand(played):
-    env = load_environments(EnvConfig(env=f"{played / 'uncover.py'}:Uncover", env_settings=("cost=0.5",))).make()
-    examples, _ = read_examples(str(played / "shapes.parquet"), ReadingConfig())
+    env = make_env_factory(EnvConfig(env=f"{played / 'uncover.py'}:Uncover", env_settings=("cost=0.5",))).make()
+    examples, _ = read_examples(str(played / "shapes.parquet"), DataFormatConfig())
     messages, quarters = env.reset(examples[0])
     assert messages[1:] == list(examples[0].messages) and messages[0]["role"] == "system"
     for _ in range(3):
@@ -127,7 +129,7 @@ def test_the_environment_of_the_page_by_hand(played):
 
 
 def test_it_is_short_and_the_marked_commands_have_flags_that_are_there(monkeypatch):
-    monkeypatch.setattr(evaluate, "locate", lambda *_: ("", None, {}))  # which opens the model
+    monkeypatch.setattr(evaluate, "resolve_model", lambda *_: ("", None, {}))  # which opens the model
     [block] = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     assert len(block.splitlines()) <= 22 and len([line for line in block.splitlines() if line]) <= 20
     told = commands(OWN) + commands(sections(PAGE)["Built-in environments"])
@@ -144,8 +146,8 @@ def test_tables_and_numbers_are_those_of_the_code():
         if field.default not in (None, ()):
             assert default == f"{field.default:g}" if not isinstance(field.default, str) else default == field.default
     ends = sections(PAGE)["What ends an episode"]
-    assert tuple(re.findall(r"^\| `(\w+)` \|", ends, re.M))[1:] == ENDS
+    assert tuple(re.findall(r"^\| `(\w+)` \|", ends, re.M))[1:] == EPISODE_END_REASONS
     contract = sections(PAGE)["The two methods"]
     assert re.findall(r"^\| `(\w+)` \|", contract, re.M) == [field.name for field in fields(Observation)]
-    assert f"within {PATIENCE} seconds" in PAGE and f"up to {THREADS} threads" in PAGE
+    assert f"up to {MAX_WAIT_SECONDS} seconds for each" in PAGE and f"up to {MAX_THREADS} threads" in PAGE
     assert Environment.images_per_turn == 1

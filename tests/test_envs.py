@@ -17,11 +17,11 @@ import pytest
 from PIL import Image
 
 from envs import Environment, calculator, guess_the_place, look_closer
-from envs._load import checked_messages
+from envs._factory import validate_messages
 from errors import UserError
-from prepare_data import Example, ReadingConfig, main, parse_args, read_examples
-from rewards.grade import score
-from tasks.shapes import COLOURS, png
+from prepare_data import DataFormatConfig, Example, main, parse_args, read_examples
+from rewards.grade import grade
+from tasks.shapes import COLOURS, encode_png
 
 ROOT = Path(__file__).parent.parent
 ENVS = {
@@ -72,10 +72,10 @@ def test_the_expert_earns_all_there_is_and_one_who_never_asks_does_not(task):
     blind = []
     for e in toy_examples(task, 60):
         responses, observations, rewards, over = play(task, e, module.expert, module.ENV["max_turns"])
-        assert score(responses[-1], e)["reward"] == pytest.approx(1.0) and rewards == [0.0] * len(responses)
+        assert grade(responses[-1], e)["reward"] == pytest.approx(1.0) and rewards == [0.0] * len(responses)
         assert over or task == "guess_the_place"  # whose second guess may be right without being the last allowed
         usual = getattr(module, "USUAL", {}).get(e.extra["answer_type"], module.expert(e, [], []))
-        blind.append(score(usual, e)["reward"])
+        blind.append(grade(usual, e)["reward"])
     assert sum(blind) / len(blind) < 0.75
 
 
@@ -86,7 +86,7 @@ def test_a_file_holds_one_environment_and_a_task_of_its_name(task, tmp_path):
     assert [c for c in classes if c is not Environment] == [type(make())]
     file = tmp_path / "toy.parquet"
     main(parse_args([task, "--toy", "--n", "8", "--split", "test", "--out", str(file)]))
-    rows, _ = read_examples(str(file), ReadingConfig())
+    rows, _ = read_examples(str(file), DataFormatConfig())
     assert {e.data_source for e in rows} == {task} and len(rows) == 8
     again = {(e.messages[0]["content"], e.ground_truth) for e in toy_examples(task, 300, "test")}
     texts = {prompt for prompt, _ in again}
@@ -110,7 +110,7 @@ def test_reset_says_the_same_twice_and_leaves_the_example_alone(task):
 def test_a_prompt_that_does_not_say_how_to_ask_is_told(task, tag):
     truth = json.dumps({"lat": 1.0, "lon": 2.0})
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>How many?"}]
-    e = Example("row", task, messages, [png(noise(30, 30))], truth, {})
+    e = Example("row", task, messages, [encode_png(noise(30, 30))], truth, {})
     system, user = ENVS[task][1]().reset(e)[0]
     assert system == messages[0] and user["content"] == f"<image>How many? {ENVS[task][0].INSTRUCTION}"
     assert tag in user["content"] and messages[1]["content"] == "<image>How many?"
@@ -157,7 +157,7 @@ def test_environments_and_their_rewards_need_no_torch():
 def looked(image, call, **settings):
     """What a call shows of an image, or what it is told."""
     env = look_closer.LookCloser(**{"view": 10_000, "crop": 10_000} | settings)
-    env.reset(example("look_closer", "<image>?", [png(image)]))
+    env.reset(example("look_closer", "<image>?", [encode_png(image)]))
     told = env.step(f"Let me see. <look>{call}</look>")
     assert not told.done
     return told.images[0] if told.images else told.messages
@@ -190,17 +190,17 @@ def test_a_crop_is_the_originals_pixels(call, pixels):
 ])  # fmt: skip
 def test_a_wrong_call_is_told_why(call, why):
     told = looked(noise(120, 80), call)
-    assert why in told and told.endswith(look_closer.AGAIN)
+    assert why in told and told.endswith(look_closer.LOOK_AGAIN)
 
 
 def test_boxes_may_have_another_scale_and_images_are_counted_from_one():
     image, other = noise(50, 40), noise(70, 20, 1)
     assert looked(image, "500 500 1000 1000", scale=1000).tobytes() == image.crop((25, 20, 50, 40)).tobytes()
-    assert "100 200 600 700</look>" in look_closer.instruction(1000) and "from 0 to 1000" in look_closer.instruction(
+    assert "100 200 600 700</look>" in look_closer.make_instruction(
         1000
-    )
+    ) and "from 0 to 1000" in look_closer.make_instruction(1000)
     env = look_closer.LookCloser(cost=0.25)
-    env.reset(example("look_closer", "<image><image>?", [png(image), png(other)]))
+    env.reset(example("look_closer", "<image><image>?", [encode_png(image), encode_png(other)]))
     told = env.step("<look>top left</look><look>Image 2: right</look>")  # the last one counts
     assert told.images[0].tobytes() == other.crop((35, 0, 70, 20)).tobytes() and told.reward == -0.25
     assert env.step("<look>").reward == -0.25 and env.step(r"\boxed{3}").reward == 0.0
@@ -209,14 +209,14 @@ def test_boxes_may_have_another_scale_and_images_are_counted_from_one():
 def test_sizes_have_limits_and_a_pixel_is_the_mean_of_those_it_stands_for():
     image = noise(80, 40)
     env = look_closer.LookCloser(view=20, crop=10)
-    _, [view] = env.reset(example("look_closer", "<image>?", [png(image)]))
+    _, [view] = env.reset(example("look_closer", "<image>?", [encode_png(image)]))
     [part] = env.step("<look>left</look>").images
     assert view.size == (20, 10) and part.size == (10, 10)
     for x, y, band in itertools.product(range(10), range(10), range(3)):
         block = [image.getpixel((4 * x + i, 4 * y + j))[band] for i in range(4) for j in range(4)]
         rounded_twice = pytest.approx(sum(block) / 16, abs=1.01)
         assert view.getpixel((x, y))[band] == part.getpixel((x, y))[band] == rounded_twice
-    assert look_closer.fit(image, 80) is image and look_closer.fit(noise(300, 2), 100).size == (100, 1)
+    assert look_closer.downscale(image, 80) is image and look_closer.downscale(noise(300, 2), 100).size == (100, 1)
 
 
 def test_a_part_that_no_model_takes_is_refused():
@@ -238,7 +238,7 @@ def test_the_view_of_a_toy_is_the_same_whatever_the_answers_are():
         for patterns in itertools.product(look_closer.PATTERNS, repeat=4):
             quadrant = look_closer.draw_frame(random.Random(seed), COLOURS["red"], patterns)
             parts.add(quadrant.tobytes())
-            views.add(look_closer.fit(quadrant, quadrant.width // 4).tobytes())
+            views.add(look_closer.downscale(quadrant, quadrant.width // 4).tobytes())
         assert len(views) == 1 and len(parts) == 4**4
     _, [view] = ENVS["look_closer"][1]().reset(toy_examples("look_closer", 1)[0])
     assert view.width == 2 * quadrant.width // 4
@@ -337,9 +337,9 @@ def test_numbers_are_drawn_as_they_are_read():
 
 def test_a_calculators_answer_is_graded_by_value():
     e = example("calculator", truth="1776")
-    assert score(r"\boxed{1776}", e) == {"accuracy": 1.0, "format": 1.0, "reward": 1.0}
-    assert score(r"It is \boxed{1,776.0}", e)["reward"] == pytest.approx(0.9)
-    assert score(r"\boxed{1777}", e)["accuracy"] == score("<calc>1776</calc>", e)["reward"] == 0.0
+    assert grade(r"\boxed{1776}", e) == {"accuracy": 1.0, "format": 1.0, "reward": 1.0}
+    assert grade(r"It is \boxed{1,776.0}", e)["reward"] == pytest.approx(0.9)
+    assert grade(r"\boxed{1777}", e)["accuracy"] == grade("<calc>1776</calc>", e)["reward"] == 0.0
 
 
 # --- guess the place ----------------------------------------------------------------------------------------------
@@ -424,5 +424,5 @@ def test_texts_of_a_users_class_become_plain_texts():
         pass
 
     for said in (Say("look"), [{"role": Say("user"), "content": Say("look")}]):
-        [message], _ = checked_messages(said, [])
+        [message], _ = validate_messages(said, [])
         assert message == {"role": "user", "content": "look"} and {type(x) for x in message.values()} == {str}

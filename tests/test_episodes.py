@@ -15,17 +15,17 @@ import pytest
 import torch
 from PIL import Image
 
-import envs._play
+import envs._episodes
 import envs._threads
 import grpo
 import model as M
 import rollout
 from engines.hf import HFEngine
 from envs import Environment, Observation
-from envs._load import Environments
-from envs._play import Episodes
+from envs._episodes import EpisodeEngine
+from envs._factory import EnvFactory
 from errors import UserError
-from packing import Packer, token_batch, turns_of
+from packing import Packer, make_token_batch, training_sequences
 from prepare_data import Example
 from reward import RewardConfig
 from rewards.grade import Grader
@@ -34,14 +34,14 @@ from rollout import (
     EnvConfig,
     Prompt,
     Rollout,
-    Sampling,
-    Turn,
+    SamplingParams,
+    TurnSequence,
     add_response,
-    give_rewards,
-    load_environments,
+    assign_rewards,
+    make_env_factory,
     make_prompts,
 )
-from tasks.shapes import png
+from tasks.shapes import encode_png
 
 CPU = torch.device("cpu")
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -49,8 +49,8 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 def environments(kind, **settings):
     """Environments of a class of this file."""
-    with patch("envs._load.load_class", return_value=kind):
-        return Environments(EnvConfig(env="here", **settings))
+    with patch("envs._factory.load_class", return_value=kind):
+        return EnvFactory(EnvConfig(env="here", **settings))
 
 
 class Scripted(Environment):
@@ -81,7 +81,7 @@ def examples_of(turns, n_images=1):
         images = [noise(rng, 56, 84) for _ in range(n_images)]
         fields = {"data_source": "shapes", "ground_truth": str(n), "extra": {}}
         messages = [{"role": "user", "content": "<image>" * n_images + f"What is it? {i}"}]
-        made.append(Example(f"u{i}", messages=messages, images=[png(image) for image in images], **fields))
+        made.append(Example(f"u{i}", messages=messages, images=[encode_png(image) for image in images], **fields))
     return made
 
 
@@ -96,16 +96,16 @@ def play(loaded, family, turns, n=2, tokens=400, kind=Scripted, n_images=1, engi
     hf, processor = loaded[family]
     processor = often(processor)
     envs = environments(kind, **{"max_turns": 5, **settings})
-    prompts = make_prompts(examples_of(turns, n_images), processor, start_of=envs.start_of)
+    prompts = make_prompts(examples_of(turns, n_images), processor, reset_fn=envs.reset_example)
     engine = engine or HFEngine(hf, processor, CPU)
     engine.processor = processor
-    return Episodes(engine, envs, processor).generate(prompts, n, Sampling(tokens, seed=1)), processor
+    return EpisodeEngine(engine, envs, processor).generate(prompts, n, SamplingParams(tokens, seed=1)), processor
 
 
 def turn_by_turn(hf, processor, r, temperature=1.0):
     """Log-probabilities of what the policy produced by transformers' own forwards, one for each turn, with its own
     positions and masks, over all that came before."""
-    banned = processor.banned(hf.config.text_config.vocab_size)
+    banned = processor.banned_token_ids(hf.config.text_config.vocab_size)
     out, start = [], len(r.prompt.token_ids)
     whole = r.prompt.token_ids + r.response
     images = r.prompt.images + r.images
@@ -140,11 +140,11 @@ def test_merged_episodes_are_turn_by_turn_forwards(family, loaded):
 def compare_with_turn_by_turn(loaded, family, engine=None, tolerance=1e-5):
     hf, _ = loaded[family]
     rollouts, processor = play(loaded, family, [1, 2, 3, 4, 5, 5], engine=engine)
-    assert sorted({r.turns for r in rollouts}) == [1, 2, 3, 4, 5] and {r.ended_by for r in rollouts} == {"done"}
-    assert sum(len(r.images) for r in rollouts) > 10 and any(0 < len(r.images) < r.turns for r in rollouts)
+    assert sorted({r.n_turns for r in rollouts}) == [1, 2, 3, 4, 5] and {r.ended_by for r in rollouts} == {"done"}
+    assert sum(len(r.images) for r in rollouts) > 10 and any(0 < len(r.images) < r.n_turns for r in rollouts)
     policy = M.Policy(hf, processor, train_vision="all")
     micros = Packer(100_000, processor.image_token_id).pack(rollouts)
-    tokens = token_batch(rollouts)
+    tokens = make_token_batch(rollouts)
     weights = torch.randn(len(tokens), generator=torch.Generator().manual_seed(0))
     logp_N = torch.zeros(len(tokens))
     policy.zero_grad()
@@ -172,13 +172,13 @@ def test_an_episode_is_what_was_sampled_and_what_the_template_writes_in_between(
     rollouts, processor = play(loaded, "qwen2_5_vl", [2, 3, 4])
     for r in rollouts:
         policy = [m["content"] for m in r.messages if m["role"] == "assistant"]
-        assert len(policy) == r.turns and policy[-1] == r.text and len(r.messages) == 2 * r.turns
+        assert len(policy) == r.n_turns and policy[-1] == r.text and len(r.messages) == 2 * r.n_turns
         r.messages.pop()  # what is said at the end is for readers
         written, ids = [], iter(r.response)
         for produced, of in itertools.groupby(r.response_mask):
             stretch = list(itertools.islice(ids, len(list(of))))
             written += ["SAID\n"] if produced else [processor.tokenizer.decode(stretch)]
-        expected = processor.template([*r.prompt.example.messages, *said_as(r.messages, "SAID\n")])
+        expected = processor.apply_chat_template([*r.prompt.example.messages, *said_as(r.messages, "SAID\n")])
         expected = expected.split("<|im_start|>assistant\n", 1)[1].replace("SAID\n<|im_end|>", "SAID\n")
         pads = iter([image.n_tokens for image in r.images])
         expected = re.sub(r"<\|image_pad\|>", lambda _, pads=pads: "<|image_pad|>" * next(pads), expected)
@@ -204,25 +204,27 @@ DROPS_THOUGHTS = (
 
 def test_a_template_that_drops_thoughts_makes_each_turn_a_sequence_of_its_own(loaded):
     hf, plain = loaded["qwen2_5_vl"]
-    assert not plain.rewrites_history()
+    assert not plain.template_rewrites_history()
     processor = often(plain)
     processor.tokenizer = copy.deepcopy(plain.tokenizer)
     processor.tokenizer.chat_template = DROPS_THOUGHTS
-    assert processor.rewrites_history()
+    assert processor.template_rewrites_history()
     envs = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([1, 3, 4]), processor, start_of=envs.start_of)
-    rollouts = Episodes(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, Sampling(400, seed=1))
+    prompts = make_prompts(examples_of([1, 3, 4]), processor, reset_fn=envs.reset_example)
+    rollouts = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor).generate(
+        prompts, 2, SamplingParams(400, seed=1)
+    )
     assert {r.ended_by for r in rollouts} == {"done"}
     policy = M.Policy(hf, processor)
-    tokens = token_batch(rollouts)
+    tokens = make_token_batch(rollouts)
     logp_N = torch.zeros(len(tokens))
     for micro in Packer(100_000, processor.image_token_id).pack(rollouts):
         logp_N[micro.token_index_K] = policy(micro).logp_K.detach()
     separate = []
     for r in rollouts:
-        whole = Turn(r.prompt.token_ids + r.response, len(r.response), len(r.prompt.images))
-        turns = r.separate or [whole]  # a single turn has no history
-        assert len(turns) == r.turns == int(r.prompt.example.ground_truth)
+        whole = TurnSequence(r.prompt.token_ids + r.response, len(r.response), len(r.prompt.images))
+        turns = r.separate_turns or [whole]  # a single turn has no history
+        assert len(turns) == r.n_turns == int(r.prompt.example.ground_truth)
         assert sum(turn.n_sampled for turn in turns) == sum(r.response_mask)
         said = [token for token, produced in zip(r.response, r.response_mask, strict=True) if produced]
         for k, turn in enumerate(turns):
@@ -231,7 +233,7 @@ def test_a_template_that_drops_thoughts_makes_each_turn_a_sequence_of_its_own(lo
                 for token in processor.special_tokens_in([message]) if message["role"] == "assistant" else []:
                     before[i] = before[i] | {"content": before[i]["content"].replace(token, f"< {token[1:]}")}
             ids, pads = [], iter((r.prompt.images + r.images)[: turn.n_images])
-            for token in processor.render(before):
+            for token in processor.tokenize_messages(before):
                 ids += [token] * (next(pads).n_tokens if token == processor.image_token_id else 1)
             assert turn.ids == ids + said[: turn.n_sampled]
             said = said[turn.n_sampled :]
@@ -249,16 +251,18 @@ def test_thoughts_that_the_template_drops_count_against_the_limit(loaded):
     processor.tokenizer = copy.deepcopy(plain.tokenizer)
     processor.tokenizer.chat_template = DROPS_THOUGHTS
     envs = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([5, 5, 5]), processor, start_of=envs.start_of)
+    prompts = make_prompts(examples_of([5, 5, 5]), processor, reset_fn=envs.reset_example)
     ends = collections.Counter()
     for limit in range(40, 120, 16):
-        rollouts = Episodes(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, Sampling(limit, seed=1))
-        give_rewards(rollouts, [{"reward": 1.0}] * 6, grpo.Algorithm(truncated="penalise"), limit)
+        rollouts = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor).generate(
+            prompts, 2, SamplingParams(limit, seed=1)
+        )
+        assign_rewards(rollouts, [{"reward": 1.0}] * 6, grpo.Algorithm(truncated="penalise"), limit)
         for r in rollouts:
             ends[r.ended_by] += 1
             assert len(r.response) <= limit and r.response_mask[-1]
             assert (r.finish_reason == "length") == (r.ended_by in ("room", "length"))
-            assert all(len(turn.ids) <= len(r.prompt.token_ids) + limit for turn in r.separate)
+            assert all(len(turn.ids) <= len(r.prompt.token_ids) + limit for turn in r.separate_turns)
             assert r.rewards["overlong"] > -1 or len(r.response) == limit
             assert len(r.response) == limit or r.ended_by != "length"
     assert min(ends["room"], ends["length"]) > 3
@@ -272,12 +276,12 @@ class Says(Engine):
         self.processor, self.replies = processor, {uid: list(said) for uid, said in replies.items()}
 
     def sample(self, responses, sampling):
-        while not responses.over:
-            for r in responses.take(0.05):
+        while not responses.closed:
+            for r in responses.poll(0.05):
                 text = self.replies[r.prompt.example.uid].pop(0)
                 ids = [*self.processor.tokenizer.encode(text), self.processor.eos_ids[0]]
                 add_response(r, ids, [-1.0] * len(ids), self.processor, [0] * len(ids))
-                responses.added(r)
+                responses.mark_sampled(r)
 
 
 def test_only_the_episodes_that_a_template_rewrites_are_split(loaded):
@@ -288,24 +292,24 @@ def test_only_the_episodes_that_a_template_rewrites_are_split(loaded):
     processor.tokenizer = copy.deepcopy(plain.tokenizer)
     processor.tokenizer.chat_template = DROPS_THOUGHTS.replace("<think>\n{% endif %}", "{% endif %}")
     envs = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([3, 3, 2]), processor, start_of=envs.start_of)
+    prompts = make_prompts(examples_of([3, 3, 2]), processor, reset_fn=envs.reset_example)
     replies = {"u0": ["one", "two", "three"], "u1": ["one", "<think>\nwhy\n</think>two", "three"], "u2": ["a", "b"]}
-    rollouts = Episodes(Says(processor, replies), envs, processor).generate(prompts, 1, Sampling(400))
+    rollouts = EpisodeEngine(Says(processor, replies), envs, processor).generate(prompts, 1, SamplingParams(400))
     decode = processor.tokenizer.decode
-    assert [len(r.separate) for r in rollouts] == [0, 3, 0] and any(r.images for r in rollouts)
+    assert [len(r.separate_turns) for r in rollouts] == [0, 3, 0] and any(r.images for r in rollouts)
     for r in rollouts:
-        asked = [*r.prompt.example.messages, *r.messages[: 2 * r.turns - 2]]
-        written = processor.expand(processor.render(asked), r.prompt.images + r.images)
+        asked = [*r.prompt.example.messages, *r.messages[: 2 * r.n_turns - 2]]
+        written = processor.expand_image_tokens(processor.tokenize_messages(asked), r.prompt.images + r.images)
         last = processor.tokenizer.encode(replies_of(r)[-1]) + [processor.eos_ids[0]]
-        if r.separate:
+        if r.separate_turns:
             whole = r.prompt.token_ids + r.response
-            assert r.separate[2].ids == written + last and "why" not in decode(r.separate[2].ids)
-            assert [whole[: len(turn.ids)] == turn.ids for turn in r.separate] == [True, True, False]
-            assert [turn.n_sampled for turn in r.separate] == [
+            assert r.separate_turns[2].ids == written + last and "why" not in decode(r.separate_turns[2].ids)
+            assert [whole[: len(turn.ids)] == turn.ids for turn in r.separate_turns] == [True, True, False]
+            assert [turn.n_sampled for turn in r.separate_turns] == [
                 len(processor.tokenizer.encode(text)) + 1 for text in replies_of(r)]
         else:
             assert decode(r.prompt.token_ids + r.response) == decode(written + last)
-        assert sum(len(turn.trained) for turn in turns_of(r)) == sum(r.response_mask) == len(r.logprobs)
+        assert sum(len(turn.trained) for turn in training_sequences(r)) == sum(r.response_mask) == len(r.logprobs)
 
 
 def replies_of(r):
@@ -323,12 +327,21 @@ class Parts(Scripted):
 
     def reset(self, example):
         self.turn = 0
-        return [{"role": "user", "content": [{"type": "text", "text": "Look: "}, {"type": "image", "image": RED},
-                                             {"type": "text", "text": " and? "}, {"type": "image"}]}], [png(BLUE)]
+        return [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "Look: "},
+                    {"type": "image", "image": RED},
+                    {"type": "text", "text": " and? "},
+                    {"type": "image"},
+                ],
+            }
+        ], [encode_png(BLUE)]
 
     def step(self, response):
         self.turn += 1
-        return Observation([{"role": "user", "content": [{"type": "image", "image": png(BLUE)},
+        return Observation([{"role": "user", "content": [{"type": "image", "image": encode_png(BLUE)},
                                                          {"type": "text", "text": f"turn {self.turn}"}]},
                             {"role": "user", "content": "<image>"}], [RED], done=self.turn == 2)
 
@@ -347,7 +360,7 @@ class Marks(Parts):
 def test_content_parts_are_marks_with_their_images(loaded):
     (a,), _ = play(loaded, "qwen2_5_vl", [2], n=1, kind=Parts)
     (b,), _ = play(loaded, "qwen2_5_vl", [2], n=1, kind=Marks)
-    assert a.ended_by == b.ended_by == "done" and a.turns == 2 and len(a.images) == 2
+    assert a.ended_by == b.ended_by == "done" and a.n_turns == 2 and len(a.images) == 2
     assert a.prompt.token_ids == b.prompt.token_ids and a.response == b.response and a.messages == b.messages
     both = zip(a.prompt.images + a.images, b.prompt.images + b.images, strict=True)
     assert all(torch.equal(x.pixel_values(), y.pixel_values()) for x, y in both)
@@ -357,7 +370,7 @@ def test_content_parts_are_marks_with_their_images(loaded):
             return Observation([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
 
     (r,), _ = play(loaded, "qwen2_5_vl", [2], n=1, kind=Path)
-    assert r.ended_by == "error" and "an image is str; expected a file's bytes, or PIL's Image" in r.failure_line
+    assert r.ended_by == "error" and "an image is str; expected the bytes of a file, or a PIL Image" in r.failure_line
 
 
 # --- limits ---
@@ -378,16 +391,20 @@ def test_a_limit_on_tokens_never_cuts_what_an_environment_says(loaded):
         Packer(10_000, processor.image_token_id).pack(rollouts)
     assert ended.keys() == {"room", "length"} and min(ended.values()) > 5
     rollouts, _ = play(loaded, "qwen2_5_vl", [5, 1], max_turns=3)
-    assert [(r.turns, r.ended_by) for r in rollouts[::2]] == [(3, "max_turns"), (1, "done")]
+    assert [(r.n_turns, r.ended_by) for r in rollouts[::2]] == [(3, "max_turns"), (1, "done")]
     assert rollouts[0].turn_rewards == [1 / 8, 2 / 8, 3 / 8]  # the last turn is rewarded too
 
 
 def test_rewards_of_turns_are_discounted(loaded):
     rollouts, _ = play(loaded, "qwen2_5_vl", [3], n=1, turn_gamma=0.5)
     [r] = rollouts
-    assert r.turn_rewards == [1 / 8, 0.5 * 2 / 8, 0.25 * 3 / 8] and r.discount == 0.25 and r.earned == {"reward": 6 / 8}
+    assert (
+        r.turn_rewards == [1 / 8, 0.5 * 2 / 8, 0.25 * 3 / 8]
+        and r.discount == 0.25
+        and r.env_rewards == {"reward": 6 / 8}
+    )
     fields = {"reward_workers": 0, "reward_errors": "stop"}
-    played = Grader(RewardConfig(**fields), played=True)
+    played = Grader(RewardConfig(**fields), has_environment=True)
     r.prompt.example.extra["answer_type"] = "count"
     r.text = r"\boxed{3}"  # shapes' own reward of this is 1
     [result] = played.collect([r])
@@ -398,13 +415,13 @@ def test_rewards_of_turns_are_discounted(loaded):
 def test_gae_passes_over_the_environment_and_pays_each_turn_at_its_end(loaded):
     """Against one token at a time."""
     rollouts, _ = play(loaded, "qwen2_5_vl", [1, 3, 4], turn_gamma=0.9)
-    tokens = token_batch(rollouts)
+    tokens = make_token_batch(rollouts)
     generator = torch.Generator().manual_seed(0)
     tokens.values = torch.randn(len(tokens), generator=generator)
     totals = torch.randn(len(rollouts), generator=generator).double()
     algo = grpo.Algorithm(adv="gae", gamma=0.97, lam=0.8, norm_std="none", critic="head", group_size=2)
     counted = torch.ones(len(rollouts), dtype=torch.bool)
-    found, returns = grpo.advantages(totals.view(-1, 2), totals.view(-1, 2), tokens, counted, algo, 0.0)
+    found, returns = grpo.compute_advantages(totals.view(-1, 2), totals.view(-1, 2), tokens, counted, algo, 0.0)
     row = 0
     for r, total in zip(rollouts, totals.tolist(), strict=True):
         rewards, turn = [], 0
@@ -413,7 +430,7 @@ def test_gae_passes_over_the_environment_and_pays_each_turn_at_its_end(loaded):
                 ends = i + 1 == len(r.response_mask) or not r.response_mask[i + 1]
                 rewards.append(r.turn_rewards[turn] if ends else 0.0)
                 turn += ends
-        assert turn == len(r.turn_rewards) == r.turns
+        assert turn == len(r.turn_rewards) == r.n_turns
         rewards[-1] += total - sum(r.turn_rewards)
         advantage = 0.0
         for t in reversed(range(len(rewards))):
@@ -461,11 +478,13 @@ def test_one_that_sleeps_holds_nobody(kind, loaded, monkeypatch):
     def timed(seconds):
         monkeypatch.setattr(kind, "seconds", seconds)
         envs = environments(kind, max_turns=5)
-        envs.quick = False  # a run waits once, 0.2 s, to learn that they are slow
-        prompts = make_prompts(examples_of([3] * 32), processor, start_of=envs.start_of)
+        envs.all_answered_quickly = False  # a run waits once, 0.2 s, to learn that they are slow
+        prompts = make_prompts(examples_of([3] * 32), processor, reset_fn=envs.reset_example)
         over, began = {}, time.monotonic()
-        episodes = Episodes(HFEngine(hf, processor, CPU), envs, processor)
-        done = episodes.generate(prompts, 1, Sampling(400), lambda r: over.update({r.prompt.uid: time.monotonic()}))
+        episodes = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor)
+        done = episodes.generate(
+            prompts, 1, SamplingParams(400), lambda r: over.update({r.prompt.uid: time.monotonic()})
+        )
         assert len(over) == len(done) == 32
         slowest = over.pop("u0") - began
         return slowest, max(over.values()) - began, time.monotonic() - began
@@ -510,11 +529,13 @@ def test_environments_that_fail_are_counted_and_told(errors, loaded, capfd):
     settings = {"env_errors": errors, "env_timeout": 1.0}
     rollouts, processor = play(loaded, "qwen2_5_vl", [3] * 12, n=1, kind=Fails, **settings)
     assert [r.ended_by for r in rollouts] == ["error"] * 11 + ["done"]
-    assert [r.failure for r in rollouts].count("errors") == 10 and [r.failure for r in rollouts].count("timeouts") == 1
+    assert [r.env_failure for r in rollouts].count("errors") == 10 and [r.env_failure for r in rollouts].count(
+        "timeouts"
+    ) == 1
     said = capfd.readouterr().err
     assert "11 of 12 episodes failed" in said and "RuntimeError: no connection" in said and "Traceback" in said
     assert "--env here took longer than --env-timeout 1 s" in said
-    played = Grader(RewardConfig(reward_workers=0), played=True)
+    played = Grader(RewardConfig(reward_workers=0), has_environment=True)
     for r in rollouts:
         r.prompt.example.extra["answer_type"] = "count"
     results = played.collect(rollouts)
@@ -522,7 +543,7 @@ def test_environments_that_fail_are_counted_and_told(errors, loaded, capfd):
     assert {r.finish_reason for r in rollouts[:10]} == {"error" if errors == "drop" else "stop"}
     assert results[10] is None and rollouts[10].response == []  # there is nothing of it
     Packer(1000, processor.image_token_id).pack(rollouts)
-    assert len(token_batch(rollouts)) == sum(sum(r.response_mask) for r in rollouts)
+    assert len(make_token_batch(rollouts)) == sum(sum(r.response_mask) for r in rollouts)
 
 
 def test_a_failure_may_end_the_run(loaded):
@@ -532,13 +553,13 @@ def test_a_failure_may_end_the_run(loaded):
 
 def test_an_image_is_prepared_once_whatever_the_turns_and_samples(loaded, monkeypatch):
     prepared = []
-    original = M.Processor.image
+    original = M.Processor.image_to_patches
 
     def counted(self, key, image):
         prepared.append(key)
         return original(self, key, image)
 
-    monkeypatch.setattr(M.Processor, "image", counted)
+    monkeypatch.setattr(M.Processor, "image_to_patches", counted)
     rollouts, _ = play(loaded, "qwen2_5_vl", [3, 4], n=6)
     shown = [image.key for r in rollouts for image in r.images]
     assert len(shown) > 20 and sorted(prepared) == sorted({*shown, *(r.prompt.images[0].key for r in rollouts)})
@@ -547,9 +568,9 @@ def test_an_image_is_prepared_once_whatever_the_turns_and_samples(loaded, monkey
 @pytest.mark.parametrize(
     "env,more,message",
     [
-        ("nowhere", [], "--env nowhere: there are .*; or give FILE.py:CLASS"),
+        ("nowhere", [], "--env nowhere: no such environment; give one of .*, or FILE.py:CLASS"),
         ("{file}:Nobody", [], "no class Nobody in .*; it has Zoom"),
-        ("{file}:Zoom", ["size=3", "colour=red"], "--env-settings: .*colour.*; it takes size"),
+        ("{file}:Zoom", ["size=3", "colour=red"], "--env-settings: .*colour.*; its settings: size"),
         ("{file}:Zoom", ["size"], "--env-settings size: give KEY=VALUE"),
         ("{file}:step", [], "no class step"),
         (None, ["size=3"], "--env-settings needs --env"),
@@ -561,7 +582,7 @@ def test_mistakes_are_told_before_a_model_loads(env, more, message, tmp_path):
                     "    def reset(self, example):\n        return example.messages, []\n"
                     "    def step(self, response):\n        return None\n")  # fmt: skip
     with pytest.raises(UserError, match=message):
-        load_environments(EnvConfig(env=env and env.format(file=file), env_settings=tuple(more)))
+        make_env_factory(EnvConfig(env=env and env.format(file=file), env_settings=tuple(more)))
 
 
 class Never(Scripted):
@@ -586,7 +607,7 @@ class RaisesLater(Raises):
 def test_a_failure_is_shown_with_the_users_frames_alone(kind, loaded, capfd):
     """Also where nothing ever worked, which ends the run in one line."""
     rollouts, _ = play(loaded, "qwen2_5_vl", [3], kind=kind)
-    with pytest.raises(UserError, match=r"all of the first .*: --env here raised KeyError: .*x1b\[2J'; correct that"):
+    with pytest.raises(UserError, match=r"all responses of .*: --env here raised KeyError: .*x1b\[2J'; fix this"):
         first_batch(rollouts)
     told = capfd.readouterr().err
     assert told.count("Traceback") == 1 and told.count("  File ") == told.count("test_episodes.py") == 2
@@ -595,7 +616,7 @@ def test_a_failure_is_shown_with_the_users_frames_alone(kind, loaded, capfd):
 
 def first_batch(rollouts, *others, grader=None):
     """What train.py does with the first batch of this process, and of others that say `others` of theirs."""
-    grader = grader or Grader(RewardConfig(reward_workers=0), played=True)
+    grader = grader or Grader(RewardConfig(reward_workers=0), has_environment=True)
     grader.collect(rollouts)
     grader.check_worked(rollouts, lambda mine: [mine, *others])
     return grader
@@ -603,7 +624,7 @@ def first_batch(rollouts, *others, grader=None):
 
 def test_an_environment_that_never_worked_ends_the_run_but_not_if_another_process_had_luck(loaded):
     rollouts, _ = play(loaded, "qwen2_5_vl", [3], kind=Never)
-    never = "all of the first responses failed, as row 'u0': --env here raised UserError: step returned NoneType"
+    never = "all responses of the first batch failed, such as row 'u0': --env here raised UserError: step returned None"
     for others in ([], [["theirs"]], [[]]):  # [[]]: an evaluation of fewer rows than processes
         with pytest.raises(UserError, match=never):
             first_batch(rollouts, *others)
@@ -619,7 +640,7 @@ def test_an_environment_that_never_worked_ends_the_run_but_not_if_another_proces
         ("<image>Go.", "returned '<image>Go.'; expected"),
         (("<image>Go.", Image.new("RGB", (28, 28))), "images are Image; expected a list"),
         (("<image>Go.", ["a.png"]), "row 'u0': reset: an image is str"),
-        (("Go.", [Image.new("RGB", (28, 28))]), "1 images with 0 <image> marks; give one for each"),
+        (("Go.", [Image.new("RGB", (28, 28))]), "1 images with 0 <image> marks; give one per image"),
         (([{"role": "user"}], []), "messages are .*; expected text"),
     ],
 )
@@ -629,7 +650,7 @@ def test_a_beginning_that_is_none_is_told_with_its_row(said, message):
             return said
 
     with pytest.raises(UserError, match=message):
-        environments(Begins).start_of(examples_of([1])[0])
+        environments(Begins).reset_example(examples_of([1])[0])
 
 
 def test_what_is_opened_is_closed(loaded):
@@ -652,8 +673,8 @@ def test_what_is_opened_is_closed(loaded):
 def test_blanked_episodes_show_blank_images_in_every_turn(loaded):
     hf, plain = loaded["qwen2_5_vl"]
     processor, envs = often(plain), environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([4, 4]), processor, blank=True, start_of=envs.start_of)
-    rollouts = Episodes(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, Sampling(400))
+    prompts = make_prompts(examples_of([4, 4]), processor, blank=True, reset_fn=envs.reset_example)
+    rollouts = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, SamplingParams(400))
     images = [image for r in rollouts for image in r.images]
     assert len(images) > 4 and all(image.pixel_values().std() < 1e-6 for image in images)
 
@@ -665,11 +686,11 @@ class Sleeps(Scripted):
 
 
 def test_more_that_hang_than_there_are_threads_all_time_out(loaded, monkeypatch):
-    monkeypatch.setattr(envs._play, "ANSWERING", envs._threads.Threads(3))
+    monkeypatch.setattr(envs._episodes, "ENV_POOL", envs._threads.ThreadPool(3))
     monkeypatch.setattr(Sleeps, "step", lambda self, response: time.sleep(30))
     began = time.monotonic()
     rollouts, _ = play(loaded, "qwen2_5_vl", [3] * 5, kind=Sleeps, env_timeout=0.3)
-    with pytest.raises(UserError, match="all of the first responses failed, as .* took longer than --env-timeout"):
+    with pytest.raises(UserError, match="all responses of the first batch failed, such as .* longer than --env-time"):
         first_batch(rollouts)
     assert time.monotonic() - began < 20
 
@@ -709,19 +730,19 @@ def test_special_tokens_that_the_policy_spells_stay_text_where_history_is_rewrit
     spelt = "b <|image_pad|> c <|im_end|> d <image>"
     monkeypatch.setattr(rollout, "response_text", lambda processor, tokens: spelt)
     made = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([3]), processor, start_of=made.start_of)
-    [r] = Episodes(HFEngine(hf, processor, CPU), made, processor).generate(prompts, 1, Sampling(400))
-    assert r.ended_by == "done" and r.turns == 3
-    for turn in r.separate:
+    prompts = make_prompts(examples_of([3]), processor, reset_fn=made.reset_example)
+    [r] = EpisodeEngine(HFEngine(hf, processor, CPU), made, processor).generate(prompts, 1, SamplingParams(400))
+    assert r.ended_by == "done" and r.n_turns == 3
+    for turn in r.separate_turns:
         n_tokens = sum(image.n_tokens for image in (r.prompt.images + r.images)[: turn.n_images])
         assert turn.ids.count(processor.image_token_id) == n_tokens
         said = processor.tokenizer.decode(turn.ids)
-        assert said.count("<|im_end|>") == 2 * (r.separate.index(turn)) + 1 + (turn.ids[-1] in plain.eos_ids)
+        assert said.count("<|im_end|>") == 2 * (r.separate_turns.index(turn)) + 1 + (turn.ids[-1] in plain.eos_ids)
 
 
 def test_marks_of_written_examples_are_images_and_those_of_the_policy_are_text(loaded):
     _, processor = loaded["qwen2_5_vl"]
     shots = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": "<image>"}]
-    assert processor.template([*shots, shots[0]]).count("<|image_pad|>") == 1
+    assert processor.apply_chat_template([*shots, shots[0]]).count("<|image_pad|>") == 1
     said = shots[1] | {"content": [{"type": "text", "text": "<image>"}]}
-    assert processor.template([shots[0], said, shots[0]]).count("<|image_pad|>") == 0
+    assert processor.apply_chat_template([shots[0], said, shots[0]]).count("<|image_pad|>") == 0

@@ -20,13 +20,13 @@ import model as M
 from demo import make_model
 from errors import UserError
 from prepare_data import Example
-from report.evaluation import answer_of, answer_type
-from report.files import read_rows
+from report.evaluation import example_answer_type, voted_answer
 from report.page.plots import draw_curve
-from report.statistics import wilson
-from rollout import Examples, as_given, make_prompts
-from tasks.shapes import png, shapes_rows
-from utils import Context
+from report.run_files import read_rows
+from report.statistics import wilson_interval
+from rollout import ExampleList, identity, make_prompts
+from tasks.shapes import encode_png, shapes_rows
+from utils import DistContext
 
 
 def record(kind, accuracies, finish="stop"):
@@ -50,15 +50,15 @@ def test_an_engine_has_the_models_own_rotary_tables(toys):
     """They are fp32 whatever the weights' dtype is, as in training: rounded to bfloat16 they change every token."""
     path = str(toys["qwen2_5_vl"])
     command = ["--data", "-", "--out", "-", "--dtype", "bfloat16", "--rollout", "hf"]
-    alone = Context(0, 1, torch.device("cpu"))
+    alone = DistContext(0, 1, torch.device("cpu"))
     cfg = E.parse_args([path, *command])
-    engine = E.start_engine(cfg, path, M.Processor(path), Examples([], [0]), None, alone)
+    engine = E.load_engine(cfg, path, M.Processor(path), ExampleList([], [0]), None, alone)
     want = M.load_hf(path, torch.bfloat16)
     for kind in ("named_buffers", "named_parameters"):
         mine = dict(getattr(engine.hf, kind)())
         for name, tensor in getattr(want, kind)():
             assert mine[name].dtype == tensor.dtype and torch.equal(mine[name], tensor), name
-    assert engine.complete and list(want.named_buffers())
+    assert engine.has_all_weights and list(want.named_buffers())
 
 
 def test_a_head_that_the_config_ties_and_a_file_holds_is_refused(tmp_path):
@@ -70,19 +70,21 @@ def test_a_head_that_the_config_ties_and_a_file_holds_is_refused(tmp_path):
     save_file(weights | {"lm_head.weight": weights[embedding] + 1}, file, metadata={"format": "pt"})
     path = str(tmp_path / "toy")
     asked = E.parse_args([path, "--data", "-", "--out", "-", "--rollout", "hf"])
-    with pytest.raises(UserError, match="toy: the engine has weights that the model does not give it; .*tie the head"):
-        E.start_engine(asked, path, M.Processor(path), Examples([], [0]), None, Context(0, 1, torch.device("cpu")))
+    with pytest.raises(UserError, match="toy: the engine has weights that the model does not provide; .*tie the head"):
+        E.load_engine(
+            asked, path, M.Processor(path), ExampleList([], [0]), None, DistContext(0, 1, torch.device("cpu"))
+        )
 
 
 def test_comparison_counts_what_changed():
     ours, base = of(10, [1, 1, 1, 0, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0, 1, 1])
-    found = E.compare(ours, base, "accuracy")
+    found = E.compare_with_baseline(ours, base, "accuracy")
     assert (found["gained_uids"], found["lost_uids"]) == (["0", "1"], ["3"])
     assert (found["gained"], found["lost"], found["mcnemar_p"]) == (2, 1, 1.0)
     assert found["difference"] == pytest.approx(0.1)
     low, high = found["difference_ci95"]
     assert -0.35 < low < 0 < 0.1 < high < 0.5
-    same = E.compare(ours, ours, "accuracy")
+    same = E.compare_with_baseline(ours, ours, "accuracy")
     low, high = same["difference_ci95"]
     assert (same["difference"], same["mcnemar_p"]) == (0, 1.0) and -0.3 < low < 0 < high < 0.3
 
@@ -94,7 +96,7 @@ def test_summary_counts_per_example_and_type():
     assert s["truncated"] == pytest.approx(1 / 3) and s["metric"] == "accuracy"
     colour, count = s["by_answer_type"]["colour"], s["by_answer_type"]["count"]
     assert (colour["n"], colour["accuracy"], count["n"], count["accuracy"]) == (1, 1.0, 2, 0.25)
-    assert colour["accuracy_ci95"] == wilson(1, 1) and s["accuracy_ci95"] == wilson(1.5, 3)
+    assert colour["accuracy_ci95"] == wilson_interval(1, 1) and s["accuracy_ci95"] == wilson_interval(1.5, 3)
     assert "by_task" not in s and "by_images" not in s and "task_mean" not in s
     low, high = E.summarise([record("a", [12.0]), record("a", [-3.0])])["accuracy_ci95"]
     assert low < 4.5 < high
@@ -121,9 +123,9 @@ def test_a_task_without_right_or_wrong_has_a_reward():
     summary = E.summarise(records)
     assert summary["metric"] == "reward" and summary["reward"] == summary["avg@2"] == 0.625
     assert not summary.keys() & {"accuracy", "accuracy_ci95", "pass@1", "majority@2", "format"}
-    assert summary["by_answer_type"]["a"] == {"n": 1, "reward": 0.625, "reward_ci95": wilson(0.625, 1)}
-    assert E.lines_of(summary)[0].startswith("reward 0.625")
-    assert E.reliance(records, {"none": records}, "reward")["constant"] is None
+    assert summary["by_answer_type"]["a"] == {"n": 1, "reward": 0.625, "reward_ci95": wilson_interval(0.625, 1)}
+    assert E.format_summary(summary)[0].startswith("reward 0.625")
+    assert E.visual_reliance(records, {"none": records}, "reward")["constant"] is None
 
 
 def test_every_named_reward_has_a_mean_with_its_interval():
@@ -135,7 +137,7 @@ def test_every_named_reward_has_a_mean_with_its_interval():
         for s, rewards in zip(r["samples"], of_samples, strict=True):
             s["rewards"] = rewards | {"reward": s["rewards"]["reward"]}
     one = E.summarise(records[:2])["rewards"]
-    assert one == {"country": {"n": 2, "mean": 0.75, "mean_ci95": wilson(1.5, 2)},
+    assert one == {"country": {"n": 2, "mean": 0.75, "mean_ci95": wilson_interval(1.5, 2)},
                    "km": {"n": 1, "mean": 12.0, "mean_ci95": (12.0, 12.0)}}  # fmt: skip
     records[2]["task"], records[2]["samples"][1]["rewards"]["accuracy"] = "other", 0.5
     both = E.summarise(records)
@@ -144,7 +146,7 @@ def test_every_named_reward_has_a_mean_with_its_interval():
         "other/accuracy": (1, 0.5), "other/image_1": (1, 0.5), "other/image_2": (1, 1.0), "other/reward": (1, 0.5),
     }  # fmt: skip
     assert both["metric"] == "reward" and "task_mean" in both
-    told = E.lines_of(both)
+    told = E.format_summary(both)
     assert "rewards:" in told and any(line.split()[0] == "shapes/km" and line.endswith("n 1") for line in told)
     accurate = E.summarise([record("a", [1.0])])
     assert accurate["rewards"].keys() == {"format", "reward"} and accurate["metric"] == "accuracy"
@@ -160,9 +162,9 @@ def test_where_answers_are_right_in_part_there_is_no_pass_at_k():
 
 def test_votes_are_for_what_is_in_the_box():
     texts = [r"<think>3</think> \boxed{4}", r"\boxed{4.0}", "5", r"\boxed{5", "<think>so</think> 5"]
-    kinds = [answer_of({"text": text, "finish_reason": "stop"}) for text in texts]
+    kinds = [voted_answer({"text": text, "finish_reason": "stop"}) for text in texts]
     assert kinds == ["4", "4", "5", r"\boxed{5", "5"]
-    assert answer_of({"text": r"\boxed{4}", "finish_reason": "error"}) is None
+    assert voted_answer({"text": r"\boxed{4}", "finish_reason": "error"}) is None
     r = record("a", [1, 1, 0, 0, 0])
     for sample, text in zip(r["samples"], texts, strict=True):
         sample["text"] = text
@@ -175,21 +177,22 @@ def test_reliance_says_whether_it_looks():
     for records in (seen, blind):
         for r, truth in zip(records, truths, strict=True):
             r |= {"answer_type": "colour", "ground_truth": truth}
-    table = E.reliance(seen, {"blank": blind, "none": seen}, "accuracy")
+    table = E.visual_reliance(seen, {"blank": blind, "none": seen}, "accuracy")
     assert table["constant"] == 0.5 and table["blank"]["drop"] == 0.75
-    assert table["blank"]["accuracy_ci95"] == wilson(10, 40) and table["none"]["drop"] == 0
+    assert table["blank"]["accuracy_ci95"] == wilson_interval(10, 40) and table["none"]["drop"] == 0
     assert table["said"] == (
-        "With white images of the same size the accuracy falls by 0.750, to what may be chance: it answers by looking. "
-        "With no images at all there is no certain fall of the accuracy: no sign that it looks.")
+        "With white images of the same size the accuracy drops by 0.750, to a level not significantly above chance: "
+        "the model uses the image. With no images at all the accuracy does not drop significantly: no evidence that "
+        "the model uses the image.")
     half, _ = of(40, [1.0, 1.0, 1.0, 0] * 10, [0.0] * 40)
     for r, truth in zip(half, truths, strict=True):
         r |= {"answer_type": "colour", "ground_truth": truth}
-    assert "but not to chance" in E.reliance(seen, {"shuffled": half}, "accuracy")["said"]
+    assert "but stays above chance" in E.visual_reliance(seen, {"shuffled": half}, "accuracy")["said"]
 
 
 def test_comparison_refuses_other_examples():
     with pytest.raises(AssertionError, match="same examples"):
-        E.compare([record("a", [1.0])], [record("b", [1.0])], "accuracy")
+        E.compare_with_baseline([record("a", [1.0])], [record("b", [1.0])], "accuracy")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -197,7 +200,7 @@ def test_comparison_refuses_other_examples():
 
 
 def coloured(uid, *images, extra=None):
-    files = [png(Image.new("RGB", size, colour)) for size, colour in images]
+    files = [encode_png(Image.new("RGB", size, colour)) for size, colour in images]
     messages = [{"role": "user", "content": "<image>" * len(files) + "Which?"}]
     return Example(uid, "shapes", messages, files, "x", extra or {})
 
@@ -212,28 +215,28 @@ def test_others_images_have_the_size_of_those_they_replace():
     red, blue, green = "red", "blue", "green"
     examples = [coloured("a", ((56, 28), red)), coloured("b", ((28, 84), blue), ((56, 56), green)),
                 coloured("c", ((84, 84), "yellow")), coloured("d")]
-    shown = E.Ablation("shuffled", examples, as_given, 0)
+    shown = E.Ablation("shuffled", examples, identity, 0)
     for example in examples:
-        other = shown.start_of(example)
+        other = shown.reset_fn(example)
         assert other.image_sizes == example.image_sizes and other.messages == example.messages
         mine = {image.getpixel((3, 3)) for image in example.pil_images}
         assert not mine & {image.getpixel((3, 3)) for image in other.pil_images}
-        again = E.Ablation("shuffled", examples, as_given, 0).start_of(example)
+        again = E.Ablation("shuffled", examples, identity, 0).reset_fn(example)
         assert list(again.images) == list(other.images)
     again = [coloured("a", ((56, 28), red)), coloured("b", ((56, 28), red))]  # the same image in another file
     again[1] = replace(again[1], images=[jpeg_free(red)])
     with pytest.raises(ValueError, match="row 'a': --ablate shuffled: no example has other images"):
-        E.Ablation("shuffled", again, as_given, 0).start_of(again[0])
+        E.Ablation("shuffled", again, identity, 0).reset_fn(again[0])
     with pytest.raises(ValueError, match="row 'a': --ablate shuffled: no example has other images"):
         alike = [coloured("a", ((56, 28), red)), coloured("b", ((56, 28), red))]  # the same bytes
-        E.Ablation("shuffled", alike, as_given, 0).start_of(alike[0])
+        E.Ablation("shuffled", alike, identity, 0).reset_fn(alike[0])
 
 
 def test_without_images_their_marks_go_too(loaded):
     example = coloured("a", ((56, 56), "red"), ((56, 56), "blue"))
-    shown = E.Ablation("none", [example], as_given, 0)
-    assert shown.start_of(example).messages == [{"role": "user", "content": "Which?"}] and not shown.blank
-    [prompt] = make_prompts([example], loaded["qwen2_5_vl"][1], start_of=shown.start_of)
+    shown = E.Ablation("none", [example], identity, 0)
+    assert shown.reset_fn(example).messages == [{"role": "user", "content": "Which?"}] and not shown.blank
+    [prompt] = make_prompts([example], loaded["qwen2_5_vl"][1], reset_fn=shown.reset_fn)
     assert prompt.images == [] and prompt.example is example  # which its reward gets
 
 
@@ -249,9 +252,9 @@ def test_curve_of_a_run(tmp_path):
 
 def test_answer_types_are_text():
     named = (5, 0, "count", None, "", 1.5, ["a"])
-    kinds = [answer_type(SimpleNamespace(extra={"answer_type": kind})) for kind in named]
+    kinds = [example_answer_type(SimpleNamespace(extra={"answer_type": kind})) for kind in named]
     assert kinds == ["5", "0", "count", "all", "all", "1.5", "['a']"]
-    assert answer_type(SimpleNamespace(extra={})) == "all"
+    assert example_answer_type(SimpleNamespace(extra={})) == "all"
 
 
 def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
@@ -275,31 +278,31 @@ def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
         assert (args.prompt_key, args.answer_key) == ("problem", "answer")
         assert (args.data_source, args.bad_rows) == ("geo3k", "skip")
         assert (args.image_key, args.dtype, args.reward) == ("images", "auto", (*settings["reward"],))
-        same, *other = E.told_of_run(args)
-        told = dict(part.split(" ", 1) for part in same.removeprefix("as in the run: ").split(", "))
+        same, *other = E.describe_run_settings(args)
+        told = dict(part.split(" ", 1) for part in same.removeprefix("same as in training: ").split(", "))
         assert told["--max-new-tokens"] == "2048" and told["--instruction"] == "geo3k"
         assert told["--prompt-key"] == "problem"
         assert not told.keys() & {"--dtype", "--model", "--image-key", "--group-size"}
-        assert other == ["unlike the run's evaluations: --image-key images (there image), "
-                         f"--dtype auto (there bfloat16), --data {data} (there none)"]
+        assert other == ["unlike the run's evaluations: --image-key images (run: image), "
+                         f"--dtype auto (run: bfloat16), --data {data} (run: none)"]
     args = E.parse_args([str(tmp_path / "run"), *more, "--reward", "default"])
-    told = "\n".join(E.told_of_run(args))
-    assert args.reward == () and f"(there {tmp_path}/mine.py:f)" in told
+    told = "\n".join(E.describe_run_settings(args))
+    assert args.reward == () and f"(run: {tmp_path}/mine.py:f)" in told
     assert E.parse_args([str(tmp_path / "run"), *more, "--reward", "other.py:g"]).reward == ("other.py:g",)
     plain = E.parse_args([str(toys["qwen2_5_vl"]), *more])
     assert (plain.max_new_tokens, plain.max_prompt_tokens, plain.instruction) == (512, 2048, "")
-    assert E.told_of_run(plain) == []
+    assert E.describe_run_settings(plain) == []
 
 
 def test_an_unknown_flag_is_one_line(capsys):
     with pytest.raises(SystemExit) as stop:
         E.parse_args(["toy", "--dta", "test.parquet", "--out", "e"])
     assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith("error: unknown flag --dta; nearest: --data")
+    assert capsys.readouterr().err.startswith("error: unknown flag --dta (did you mean --data")
 
 
 def test_out_is_tried_before_anything_is_read(toys, tmp_path, monkeypatch):
-    monkeypatch.setattr(E, "dist_setup", lambda: Context(0, 1, torch.device("cpu")))
+    monkeypatch.setattr(E, "setup_distributed", lambda: DistContext(0, 1, torch.device("cpu")))
     refused = "/sys/no" if os.geteuid() == 0 else "/no"  # /sys: nobody makes files there
     with pytest.raises(ValueError, match=f"--out {refused}: .* cannot be written"):
         E.main(E.parse_args([str(toys["qwen2_5_vl"]), "--data", "none.parquet", "--out", refused]))
@@ -414,13 +417,13 @@ def test_training_evaluates_every_example_once(tp, toys, tmp_path):
     (["TOY", "--top-p", "0"], "--top-p 0.0: must be above 0 and at most 1"),
     (["TOY", "--limit", "-1"], "--limit -1"),
     (["TOY", "--vllm", "tensor_parallel_size=2"], "--vllm tensor_parallel_size=2: the engine is hf"),
-    (["TOY", "--vllm", "a=1"], "--vllm a=1: the engine is hf; leave it out"),
+    (["TOY", "--vllm", "a=1"], "--vllm a=1: the engine is hf; remove --vllm"),
     (["TOY", "--baseline", "nobody/nothing"], "--baseline 'nobody/nothing'"),
-    (["TOY", "--max-prompt-tokens", "5"], "none of 10 prompts fits --max-prompt-tokens 5"),
+    (["TOY", "--max-prompt-tokens", "5"], "no usable prompts: 10 over --max-prompt-tokens 5, 0 with special tokens"),
     (["TOY", "--group-by", "level"], "--group-by level: no such column in"),
     (["TOY", "--env", "calculator", "--ablate", "none"], "use --ablate blank"),
     (["EMPTY_RUN"], "without a complete checkpoint"),
-    (["CODE"], "its files name Python code of their own to be run"),
+    (["CODE"], "this model needs custom code"),
 ])
 def test_mistakes_are_one_line(arguments, match, toys, data, tmp_path):
     (tmp_path / "empty").mkdir()
@@ -476,7 +479,7 @@ def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
         out = tmp_path / f"e-{name}"
         done = run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--out", out, *more])
         told = f"--max-pixels 4000, --reward {tmp_path}/reward.py:score, --max-new-tokens 6, --max-prompt-tokens 80"
-        assert (f"as in the run: {told}" in done.stdout) == (name == "run")
+        assert (f"same as in training: {told}" in done.stdout) == (name == "run")
         texts.append((out / "predictions.jsonl").read_text())
     assert texts[0] == texts[1]
     assert (tmp_path / "hf" / "preprocessor_config.json").is_file()

@@ -28,15 +28,15 @@ import grpo
 import train
 import utils
 from errors import Interrupted, UserError, check_writable
-from parallel import watch
-from parallel.checkpoint import complete_checkpoints
-from parallel.resume import holds_run
-from parallel.watch import SIGNALS, Interrupt, Watch
-from report.files import json_line, lock_folder, read_rows, write_text
-from report.log import Skipped
-from report.warnings import Warnings
+from parallel import watchdog
+from parallel.checkpoint import list_checkpoints
+from parallel.resume import contains_run
+from parallel.watchdog import SIGNALS, SignalHandler, Watchdog
+from report.log import SkippedUpdates
+from report.run_files import json_line, lock_folder, read_rows, write_text
+from report.run_warnings import RunWarnings
 from tasks.shapes import shapes_rows
-from utils import Context, Meter, Stages
+from utils import DistContext, Meter, StepTimer
 
 ROOT = Path(__file__).parent.parent
 QUICK, LONG = ("kills", "signals", "numbers", "flips", "one_folder"), ("operations", "hurries", "silence", "torchrun")
@@ -110,19 +110,19 @@ def watched(monkeypatch, capfd):
     """watched(word) -> (seconds until rank 0's watch ended the run, or None after an hour; what it said)."""
 
     def drive(word, stage="rollout", entered=3):
-        clock, stages = [1000.0], Stages()
-        stages.stage = stage
-        stages.entered = entered
-        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        clock, stages = [1000.0], StepTimer()
+        stages.current_phase = stage
+        stages.phase_count = entered
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
-        one = Watch(Context(0, 1, torch.device("cpu")), stages, minutes=1.0)  # alone, so it does not start
-        one.came, one.since, one.words = [1000.0] * 3, [1000.0] * 3, 3 * one.words
-        one.judged, one.ctx, one.store = one.words, Context(0, 3, torch.device("cpu")), Store(clock, word)
+        one = Watchdog(DistContext(0, 1, torch.device("cpu")), stages, minutes=1.0)  # alone, so it does not start
+        one.changed_at, one.phase_since, one.heartbeats = [1000.0] * 3, [1000.0] * 3, 3 * one.heartbeats
+        one.checked, one.ctx, one.store = one.heartbeats, DistContext(0, 3, torch.device("cpu")), Store(clock, word)
         try:
             while clock[0] < 4600:
                 clock[0] += one.period
                 one.exchange()
-                one.judge()
+                one.check_ranks()
         except Ended as end:
             assert end.args == (1,)
             return clock[0] - 1000, capfd.readouterr().err
@@ -134,7 +134,7 @@ def watched(monkeypatch, capfd):
 def test_a_rank_that_falls_silent_is_named(watched):
     seconds, text = watched(lambda rank, now: [min(now, 1100) if rank == 2 else now, 3, "update", f"host{rank}"])
     assert 160 < seconds <= 170  # silent from 100 on, limit 60, a look every 5
-    assert text.startswith("error: rank 2 (host2) has not answered for") and "last heard of in update" in text
+    assert text.startswith("error: rank 2 (host2) has not answered for") and "its last phase: update" in text
     assert "--timeout-minutes 1" in text and "--resume auto" in text
 
 
@@ -179,15 +179,15 @@ def test_a_store_that_is_gone_ends_the_run(monkeypatch, capfd):
             answer.wait()
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
-    one = Watch(Context(0, 1, torch.device("cpu")), Stages(), minutes=1.0)  # alone, so it does not start
+    one = Watchdog(DistContext(0, 1, torch.device("cpu")), StepTimer(), minutes=1.0)  # alone, so it does not start
     one.store = SimpleNamespace(set=lambda *_: None, multi_get=gone)
     exchanging = threading.Thread(target=one._repeat, args=[one.exchange], daemon=True)
     exchanging.start()
     with pytest.raises(Ended):
-        one._repeat(one.judge)
-    assert exchanging.is_alive() and "error: rank 0 (where is unknown) has not answered for" in capfd.readouterr().err
+        one._repeat(one.check_ranks)
+    assert exchanging.is_alive() and "error: rank 0 (unknown host) has not answered for" in capfd.readouterr().err
     answer.set()
 
 
@@ -199,7 +199,7 @@ def test_collectives_wait_longer_than_the_watch(monkeypatch):
         given.append(minutes)
         raise Ended
 
-    monkeypatch.setattr(watch, "dist_setup", stand_in)
+    monkeypatch.setattr(watchdog, "setup_distributed", stand_in)
     with pytest.raises(Ended):
         train.main(train.parse_args("--model m --data d --out o --steps 1 --timeout-minutes 4".split()))
     assert given[0] > 4 + 2 * 5 / 60
@@ -212,8 +212,8 @@ def test_collectives_wait_longer_than_the_watch(monkeypatch):
 def left(monkeypatch):
     """Signals as they were afterwards; what would have ended the process is noted instead."""
     before, ends = {number: signal.getsignal(number) for number in SIGNALS}, []
-    leave = lambda self, number, text="": ends.append((number, text or self.last_words))  # noqa: E731
-    monkeypatch.setattr(Interrupt, "_leave", leave)
+    leave = lambda self, number, text="": ends.append((number, text or self.last_message))  # noqa: E731
+    monkeypatch.setattr(SignalHandler, "_exit", leave)
     yield ends
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -231,9 +231,9 @@ def test_the_grace_period_runs_while_the_main_thread_waits_for_another_rank(tmp_
     """It is in a C call, as in a collective, and no Python handler can run."""
     code = """
 import ctypes
-from parallel.watch import Interrupt
-interrupt = Interrupt(0.3)
-interrupt.arm(lambda: 'saved')
+from parallel.watchdog import SignalHandler
+interrupt = SignalHandler(0.3)
+interrupt.enable_saving(lambda: 'saved')
 print('ready', flush=True)
 libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 libc.sem_init(semaphore, 0, 0)
@@ -251,35 +251,35 @@ while True:
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_is_remembered_until_all_ranks_stand_together(number, left, ctx, capfd):
-    interrupt = Interrupt(grace=60)
-    interrupt.arm(lambda: "saved in x; --resume auto goes on")
+    interrupt = SignalHandler(grace=60)
+    interrupt.enable_saving(lambda: "saved in x; --resume auto continues")
     interrupt.check()  # nothing yet
-    assert not interrupt.requested() and interrupt.agreed() == 0
+    assert not interrupt.requested() and interrupt.reduce_signal() == 0
     send(number, interrupt.requested)
-    assert interrupt.requested() and interrupt.agreed() == number and not left
-    assert f"{number.name}: saving after this stage" in capfd.readouterr().err
-    with pytest.raises(Interrupted, match=f"{number.name}: saved in x; --resume auto goes on") as stop:
+    assert interrupt.requested() and interrupt.reduce_signal() == number and not left
+    assert f"{number.name}: saving after the current phase" in capfd.readouterr().err
+    with pytest.raises(Interrupted, match=f"{number.name}: saved in x; --resume auto continues") as stop:
         interrupt.check()
-    assert stop.value.number == number
+    assert stop.value.signal_number == number
 
 
 def test_a_signal_during_the_set_up_ends_at_once(left):
-    Interrupt(grace=60)
+    SignalHandler(grace=60)
     send(signal.SIGTERM, lambda: left)
     assert left[0][0] == signal.SIGTERM and "nothing was trained yet" in left[0][1]
 
 
 def test_the_grace_period_ends_a_stage_that_does_not(left):
-    interrupt = Interrupt(grace=0.05)
-    interrupt.arm(lambda: "saved")
+    interrupt = SignalHandler(grace=0.05)
+    interrupt.enable_saving(lambda: "saved")
     send(signal.SIGTERM, lambda: left)
-    told = "SIGTERM: not saved within --grace-seconds 0.05; --resume auto goes on from the newest checkpoint"
+    told = "SIGTERM: not saved within --grace-seconds 0.05; continue from the newest checkpoint with --resume auto"
     assert left == [(signal.SIGTERM, told)]
 
 
 def test_ctrl_c_twice_ends_at_once_but_one_key_press_is_one(left):
-    interrupt = Interrupt(grace=60)
-    interrupt.arm(lambda: "saved")
+    interrupt = SignalHandler(grace=60)
+    interrupt.enable_saving(lambda: "saved")
     for _ in range(2):
         send(signal.SIGINT, lambda: False, 0.3)
     assert not left
@@ -321,16 +321,16 @@ def test_metrics_without_a_number_are_null():
 
 
 def test_a_run_is_what_has_a_step_or_a_checkpoint(tmp_path):
-    assert not holds_run(tmp_path)
+    assert not contains_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "lo')
-    assert not holds_run(tmp_path)
+    assert not contains_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert holds_run(tmp_path)
+    assert contains_run(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "checkpoints" / "step_000007").mkdir(parents=True)
-    assert not holds_run(tmp_path)  # never completed
+    assert not contains_run(tmp_path)  # never completed
     (tmp_path / "checkpoints" / "step_000007" / "trainer.json").write_text("{}")
-    assert holds_run(tmp_path)
+    assert contains_run(tmp_path)
 
 
 # --- updates that are left out --------------------------------------------------------------------------------------
@@ -340,13 +340,13 @@ def test_a_run_is_what_has_a_step_or_a_checkpoint(tmp_path):
 def skipped(tmp_path):
     """Of the first of some ranks, of which each other one has met the same updates."""
 
-    class Ranks(Context):
+    class Ranks(DistContext):
         others = ()
 
-        def gather_main(self, items):
+        def gather_to_main(self, items):
             return [*items, *self.others]
 
-    return Skipped(tmp_path, Ranks(0, 1, torch.device("cpu")))
+    return SkippedUpdates(tmp_path, Ranks(0, 1, torch.device("cpu")))
 
 
 def test_a_skipped_update_is_told_once_with_the_uids_of_all_ranks(skipped, tmp_path, capfd):
@@ -377,7 +377,7 @@ def test_processes_that_divide_a_model_tell_their_batch_once(tmp_path, monkeypat
 
     monkeypatch.setattr(torch.distributed, "gather_object", gather)
     for rank in (3, 2, 1, 0):  # the first comes when all others have told
-        skipped = Skipped(tmp_path, Context(rank, 4, torch.device("cpu"), tp=2))
+        skipped = SkippedUpdates(tmp_path, DistContext(rank, 4, torch.device("cpu"), tp=2))
         skipped.after_update(math.inf, False, 1.0 + rank, ["abcd"[rank]], Meter())
         skipped.report(1, pytest.fail)
     update = json.loads((tmp_path / "skipped" / "step_000001.json").read_text())["updates"][0]
@@ -397,14 +397,14 @@ def test_only_a_step_of_the_optimizer_ends_a_row_of_skipped_updates(skipped):
 def test_a_run_that_only_skips_ends_with_a_checkpoint(skipped):
     for _ in range(10):
         skipped.after_update(math.nan, False, 0.0, ["a"], Meter())
-    with pytest.raises(UserError, match="10 updates in a row were not finite.*newest checkpoint is there: lower --lr"):
+    with pytest.raises(UserError, match="10 updates in a row had a non-finite .* checkpoint is there; lower --lr"):
         skipped.report(3, lambda: "there")
 
 
 def test_a_step_without_a_signal_is_known():
     def flat(adv, constant, steps):
-        warnings = Warnings(Path("o"), grpo.ADVANTAGES[adv].grouped)
-        warnings.feed({"reward/constant_groups": constant, "update/steps": steps})
+        warnings = RunWarnings(Path("o"), grpo.ADVANTAGES[adv].grouped)
+        warnings.update({"reward/zero_std_frac": constant, "update/steps": steps})
         return warnings.flat_steps == 1
 
     assert flat("grpo", 1.0, 0) and flat("gae", 1.0, 0)
@@ -443,8 +443,8 @@ def test_equal_rewards_are_warned_of_and_steps_behind_the_checkpoint_are_nothing
     assert text.count("warning: in the last 5 steps all samples of a prompt got the same reward (mean 0.25)") == 1
     start("return 0.25", "--steps", 3, "--resume", "auto")
     text = "".join(capfd.readouterr())
-    assert "nothing to do: " in text and "step_000007 is of step 7, and --steps is 3" in text and "done:" not in text
-    assert complete_checkpoints(tmp_path / "out")[-1].name == "step_000007"
+    assert "nothing to do: " in text and "step_000007 is from step 7 and --steps is 3" in text and "done:" not in text
+    assert list_checkpoints(tmp_path / "out")[-1].name == "step_000007"
 
 
 def test_the_adaptive_kl_coefficient_stays_where_nothing_was_trained(start, tmp_path):
@@ -539,7 +539,7 @@ def test_what_is_said_of_a_signal_may_reach_nobody(monkeypatch):
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr(os, "write", closed)
-    watch.say("SIGTERM: saving")
+    watchdog.print_stderr0("SIGTERM: saving")
 
 
 # --- torchrun -------------------------------------------------------------------------------------------------------
@@ -560,13 +560,14 @@ def test_errors_that_differ_are_all_heard(tmp_path, monkeypatch, capfd):
         file = tmp_path / str(rank) / "error.json"
         file.parent.mkdir()
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        assert utils.tell_once(text) == told and ProcessFailure(rank, 1, 1, str(file)).message["message"] == text
+        assert utils.print_error_once(text) == told and ProcessFailure(rank, 1, 1, str(file)).message["message"] == text
     assert capfd.readouterr().err == "error: a\nerror: b\n"
 
 
 def test_a_killed_torchrun_takes_its_processes_along(tmp_path):
     """What it starts is sent SIGTERM, as a run is that has to save and end."""
-    code = "import time; from parallel.watch import Interrupt as I; I(5.0); print('ready', flush=True); time.sleep(60)"
+    code = "import time; from parallel.watchdog import SignalHandler; SignalHandler(5.0); print('ready', flush=True); "
+    code += "time.sleep(60)"
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     env = os.environ | {"TORCHELASTIC_RUN_ID": "one", "PYTHONPATH": str(ROOT)}
     with open(tmp_path / "log", "w") as log:

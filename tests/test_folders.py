@@ -18,11 +18,11 @@ import train
 from errors import UserError
 from layers.lora import read_adapter
 from parallel import checkpoint
-from prepare_data import FileConfig, ReadingConfig, read_examples, table_rows, write_examples
-from report.page.plots import watch
-from reward import RewardConfig, checked
+from prepare_data import ConvertConfig, DataFormatConfig, read_examples, table_rows, write_examples
+from report.page.plots import plot_runs
+from reward import RewardConfig, validate_reward
 from rollout import EnvConfig
-from settings import parts_of, plain_pair
+from settings import parse_type_hint, plain_pair
 from sources import tables
 from sources import text as texts
 from tasks.shapes import shapes_rows
@@ -40,7 +40,7 @@ WITHHELD = [  # a setting of a run, and what it must not do without the user's w
     ("servers", ["http://evil:1"], "sends prompts, images and weights"),
     ("vllm", ["worker_extension_cls=evil.Worker"], "runs code"),
     ("vllm", ["hf_overrides={\"a\": 1}"], "configures a model"),
-    ("track", ["tensorboard", "wandb"], "sends metrics and samples"),
+    ("report_to", ["tensorboard", "wandb"], "sends metrics and samples"),
 ]
 
 
@@ -56,7 +56,7 @@ def run_folder(folder, **args):
 def by_command(command, folder, *more):
     """What train.py --resume and eval.py make of a run's folder, with further flags."""
     if command == "train":
-        return train.parse_args(["--out", str(folder), "--resume", "auto", *more]).flat()
+        return train.parse_args(["--out", str(folder), "--resume", "auto", *more]).to_flags()
     return vars(E.parse_args([str(folder), "--data", "d", "--out", "e", *more]))
 
 
@@ -65,11 +65,11 @@ def command(request, monkeypatch, tmp_path):
     def locate(path, flag=""):
         return "m", tmp_path, json.loads((tmp_path / "run.json").read_text())["args"]
 
-    monkeypatch.setattr(E, "locate", locate)  # its model need not be there
+    monkeypatch.setattr(E, "resolve_model", locate)  # its model need not be there
     return request.param
 
 
-TAKEN = {"train": {row[0] for row in WITHHELD}, "eval": {f.name for f in fields(E.AsTrained)}}
+TAKEN = {"train": {row[0] for row in WITHHELD}, "eval": {f.name for f in fields(E.InheritedConfig)}}
 
 
 CASES = [(command, *row[:2]) for command in TAKEN for row in WITHHELD if row[0] in TAKEN[command]]
@@ -84,7 +84,7 @@ def test_a_folder_names_no_code_server_or_secret(command, name, value, tmp_path)
         by_command(command, tmp_path)
     text = str(refused.value)
     assert "\n" not in text and f"{tmp_path} was trained with {flag} " in text and f"; add {flag} " in text
-    assert values[0].split("=")[0] in text and text.endswith(f"or to do without it {flag} default")
+    assert values[0].split("=")[0] in text and text.endswith(f"or {flag} default to do without")
     given = by_command(command, tmp_path, flag, *values)
     assert given[name] == (tuple(value) if isinstance(value, list) else value) and given["max_new_tokens"] == 77
     assert by_command(command, tmp_path, flag, "default")[name] in ((), None)
@@ -95,7 +95,7 @@ def test_what_is_plain_a_folder_brings_along(command, tmp_path):
     (tmp_path / "stages.toml").write_text("")
     args = {"env": "calculator", "env_settings": ["cost=0.5"], "curriculum": str(tmp_path / "stages.toml")}
     args |= {"judge": ["weight=0.5", "model=big"], "prompt_key": "problem", "image_root": str(tmp_path)}
-    args |= {"vllm": ["gpu_memory_utilization=0.5", "enforce_eager=true"], "track": ["tensorboard"]}
+    args |= {"vllm": ["gpu_memory_utilization=0.5", "enforce_eager=true"], "report_to": ["tensorboard"]}
     run_folder(tmp_path, **args)
     found = by_command(command, tmp_path)
     for name, value in args.items():
@@ -104,7 +104,7 @@ def test_what_is_plain_a_folder_brings_along(command, tmp_path):
     without = by_command(command, tmp_path, "--env", "default", "--judge-url", "default")
     assert without["env_settings"] == () and without["judge"] == ()  # gone with the flag they belong to
     run_folder(tmp_path, reward=["a.py:f"], judge_url="http://x")
-    with pytest.raises(UserError, match="do without it --reward default --judge-url default$"):  # all at once
+    with pytest.raises(UserError, match="or --reward default --judge-url default to do without$"):  # all at once
         by_command(command, tmp_path)
 
 
@@ -120,14 +120,14 @@ def test_every_setting_that_is_text_was_decided():
     free = set()
     for group in fields(train.Config):
         for f in fields(group.type):
-            if parts_of(get_type_hints(group.type)[f.name])[0] is str and not f.metadata["choices"]:
+            if parse_type_hint(get_type_hints(group.type)[f.name])[0] is str and not f.metadata["choices"]:
                 free |= {f.name} if f.metadata["from_run"]("x.py:y") else set()
                 assert f.metadata["from_run"] is not plain_pair or f.metadata["metavar"] == "KEY=VALUE"
     paths = {"model", "data", "eval_data", "image_root"}  # read as what they are, and sent nowhere
     names = {"family_paths", "lora_targets", "data_source", "instruction"}
     names |= {"prompt_key", "image_key", "answer_key"}
     judge = {"judge"}  # but template and key_env
-    assert free == paths | names | judge | {"resume", "tis_mask"}
+    assert free == paths | names | judge | {"resume", "ratio_mask"}
     assert all(hasattr(config, "env") or hasattr(config, "reward") for config in (EnvConfig, RewardConfig))
 
 
@@ -141,10 +141,10 @@ def test_a_model_is_read_from_its_folder_and_from_safetensors(toys, tmp_path):
         if file.suffix != ".safetensors":
             (tmp_path / file.name).symlink_to(file)
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"1 of 1 files of weights are missing: \['model.safetensors'\]"):
+    with pytest.raises(UserError, match=r"1 of 1 weight files are missing: \['model.safetensors'\]"):
         model.load_hf(str(tmp_path))
     index = tmp_path / "model.safetensors.index.json"
-    for names, told in (({"a": "../x.safetensors"}, "names .*, outside of"), ({"a": 5}, "damaged"), ([], "damaged")):
+    for names, told in (({"a": "../x.safetensors"}, "lists files outside"), ({"a": 5}, "damaged"), ([], "damaged")):
         index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
         with pytest.raises(UserError, match=told):
             model.load_hf(str(tmp_path))
@@ -165,9 +165,9 @@ def test_a_checkpoint_names_only_its_own_files(tmp_path):
     (tmp_path / "outside").write_text("x")
     os.mkfifo(folder / "pipe")  # would be waited for
     for name in ("../outside", str(tmp_path / "outside"), "pipe"):
-        files = {name: checkpoint.checksum(tmp_path / "outside")}
-        (folder / "trainer.json").write_text(checkpoint.sealed({"step": 1, "files": files}))
-        assert "no file of the checkpoint's own" in checkpoint.damage(folder)
+        files = {name: checkpoint.file_checksum(tmp_path / "outside")}
+        (folder / "trainer.json").write_text(checkpoint.to_text_with_crc({"step": 1, "files": files}))
+        assert "not a regular file inside the checkpoint's folder" in checkpoint.find_damage(folder)
 
 
 def test_a_run_that_is_watched_may_be_damaged(tmp_path):
@@ -175,7 +175,7 @@ def test_a_run_that_is_watched_may_be_damaged(tmp_path):
     for text in ("{", "[]", '{"args": 5}'):
         (tmp_path / "run.json").write_text(text)
         with pytest.raises(UserError, match="run.json: damaged"):
-            watch([tmp_path], tmp_path / "curves")
+            plot_runs([tmp_path], tmp_path / "curves")
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -183,9 +183,9 @@ def test_a_run_that_is_watched_may_be_damaged(tmp_path):
 
 def test_a_reward_has_at_most_100_parts():
     parts = {f"part{i}": 1.0 for i in range(99)}
-    assert len(checked(parts | {"reward": 1.0}, "a", "")) == 100
+    assert len(validate_reward(parts | {"reward": 1.0}, "a", "")) == 100
     with pytest.raises(UserError, match="row 'a': the reward returned 20001 parts; return at most 100"):
-        checked({f"part{i}": 1.0 for i in range(20_000)} | {"reward": 1.0}, "a", "")
+        validate_reward({f"part{i}": 1.0 for i in range(20_000)} | {"reward": 1.0}, "a", "")
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -205,17 +205,17 @@ def test_a_row_of_millions_of_nulls_is_bad(tmp_path):
     table = pa.table({"prompt": ["a", "b"], "images": nulls, "reward_model": [{"ground_truth": "x"}] * 2})
     pq.write_table(table, tmp_path / "x.parquet")
     with pytest.raises(UserError) as refused:
-        read_examples(tmp_path / "x.parquet", ReadingConfig())
+        read_examples(tmp_path / "x.parquet", DataFormatConfig())
     first, second = str(refused.value).splitlines()[1:3]
     assert "row 0: image 0 is empty" in first
-    assert "row 1: " in second and "bytes of memory, at most" in second
+    assert "row 1: " in second and "bytes of memory, but the limit is" in second
 
 
 def test_a_large_cell_is_a_bad_row_and_the_others_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "MAX_ROW_BYTES", 100_000)
     monkeypatch.setattr(texts, "MAX_ROW_BYTES", 100_000)
     file = shapes_file(tmp_path / "x.parquet", 3, data_source="x" * 200_000)
-    examples, bad = read_examples(file, ReadingConfig(bad_rows="skip"))
+    examples, bad = read_examples(file, DataFormatConfig(bad_rows="skip"))
     assert len(examples) == 2 and len(bad) == 1 and "row 1: " in bad[0] and "bytes of memory" in bad[0]
     lines = [json.dumps({"prompt": "p", "answer": "x" * n}) for n in (1, 200_000)]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
@@ -237,7 +237,7 @@ def test_a_flipped_bit_of_our_file_is_never_read_as_another_image(tmp_path):
         row["images"] = [{"bytes": file.getvalue()}]
     plain = tmp_path / "plain.parquet"  # a file of others has no checksums, and is read all the same
     pq.write_table(pa.Table.from_pylist(rows), plain)
-    examples, _ = read_examples(plain, ReadingConfig())
+    examples, _ = read_examples(plain, DataFormatConfig())
     write_examples(examples, tmp_path / "x.parquet")
     data = (tmp_path / "x.parquet").read_bytes()
     images = [list(e.images) for e in examples]
@@ -249,7 +249,7 @@ def test_a_flipped_bit_of_our_file_is_never_read_as_another_image(tmp_path):
         file = tmp_path / f"{i}.parquet"
         file.write_bytes(flipped)
         try:
-            assert [list(e.images) for e in read_examples(file, ReadingConfig())[0]] == images
+            assert [list(e.images) for e in read_examples(file, DataFormatConfig())[0]] == images
         except UserError:
             refused += 1
     assert refused > 30
@@ -271,13 +271,13 @@ def test_image_root_is_a_boundary_for_paths(tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in" / "x.parquet")
     for root in ("in", "door"):
         examples, bad = read_examples(tmp_path / "in" / "x.parquet",
-                                      ReadingConfig(image_root=str(tmp_path / root), bad_rows="skip"))
+                                      DataFormatConfig(image_root=str(tmp_path / root), bad_rows="skip"))
         assert [list(e.images) for e in examples] == [[image]] * 4
-        assert len(bad) == 5 and all("is outside of --image-root" in line for line in bad)
-    assert len(read_examples(tmp_path / "in" / "x.parquet", ReadingConfig())[0]) == 9  # the default: any file
-    cfg = FileConfig(out="o", image_root=str(tmp_path / "in"))
+        assert len(bad) == 5 and all("is outside --image-root" in line for line in bad)
+    assert len(read_examples(tmp_path / "in" / "x.parquet", DataFormatConfig())[0]) == 9  # the default: any file
+    cfg = ConvertConfig(out="o", image_root=str(tmp_path / "in"))
     raws = list(table_rows([tmp_path / "in" / "x.parquet"], cfg))
     from prepare_data import build_example
 
-    with pytest.raises(UserError, match="is outside of --image-root"):
+    with pytest.raises(UserError, match="is outside --image-root"):
         build_example(raws[4], cfg)

@@ -595,7 +595,7 @@ TRUTHS = [
 def apart(monkeypatch):
     """Answers that would go to math-verify are written down instead, and wrong."""
     sent = []
-    monkeypatch.setattr(_math_verify, "same", lambda a, b: bool(sent.append((a, b))))
+    monkeypatch.setattr(_math_verify, "same_latex", lambda a, b: bool(sent.append((a, b))))
     geometry.normalise.cache_clear()
     yield sent
 

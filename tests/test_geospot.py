@@ -24,11 +24,11 @@ from scipy import ndimage
 
 import reward
 from errors import UserError
-from prepare_data import FileConfig, TaskConfig, make_file, read_examples
-from rewards.grade import check_tasks, score
+from prepare_data import ConvertConfig, ToyConfig, make_file, read_examples
+from rewards.grade import check_tasks, grade
 from tasks import geospot
 from tasks._places import REGION_NAMES
-from tasks.geospot import STAGES, Stage, distance_km
+from tasks.geospot import STAGES, GeospotStage, distance_km
 from tasks.shapes import CELL
 
 PARIS = {"country": "FR", "region": "Île-de-France", "city": "Paris", "lat": 48.8566, "lon": 2.3522}
@@ -62,7 +62,7 @@ def test_the_five_stages():
     added = [set(stage.parts) - {"coordinates"} for stage in STAGES]
     assert added == [{"country"}, {"country"}, {"country", "region"}, set(PARTS[:3]), set(PARTS[:3])]
     assert ["coordinates" in stage.parts for stage in STAGES] == [False, True, True, True, True]  # country only first
-    assert sum(geospot.WEIGHTS.values()) == pytest.approx(1)
+    assert sum(geospot.FIELD_WEIGHTS.values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("stage, most", list(enumerate([0.3, 0.6, 0.8, 1.0, 1.0])))
@@ -84,7 +84,7 @@ def test_each_part_earns_its_weight():
     answer = '{"country": "France", "lat": 0, "lon": 1}'
     assert geospot_reward(answer, whole, 0)["reward"] == pytest.approx(0.3)
     assert geospot_reward(answer, whole, 1)["reward"] == pytest.approx(0.3 + 0.3 * math.exp(-far / 200))
-    mine = Stage(0, ("city",), 1.0)
+    mine = GeospotStage(0, ("city",), 1.0)
     assert geospot_reward('{"city": "Paris", "country": "Chad"}', PARIS, mine)["reward"] == pytest.approx(0.2)
 
 
@@ -168,7 +168,7 @@ BR | Brazil; Brasil
 def test_names_and_codes_of_countries(line):
     code, names = line.split(" | ")
     for name in names.split("; "):
-        assert geospot.country_of(name) == code, name
+        assert geospot.normalize_country(name) == code, name
         assert right(json.dumps({"country": name}), {"country": code}) == "country"
         assert right(json.dumps({"country": code}), {"country": name}) == "country"
 
@@ -178,15 +178,17 @@ def test_every_country_of_iso_3166_is_one_country():
 
     for country in pycountry.countries:
         for name in (country.alpha_2, country.alpha_3, country.name, country.alpha_2.lower()):
-            assert geospot.country_of(name) == country.alpha_2
+            assert geospot.normalize_country(name) == country.alpha_2
 
 
 def test_other_countries_are_other_countries():
     pairs = [("Niger", "Nigeria"), ("Guinea", "Guinea-Bissau"), ("Dominica", "Dominican Republic"), ("Austria", "AU")]
     pairs += [("Ireland", "Northern Ireland"), ("Iran", "Iraq"), ("Congo", "DR Congo"), ("Georgia", "GA"), ("Chad", "")]
     for one, other in pairs:
-        assert geospot.country_of(one) != geospot.country_of(other)
-    assert geospot.country_of("Ardan") == "ardan" and geospot.country_of("") == ""  # an invented map has names too
+        assert geospot.normalize_country(one) != geospot.normalize_country(other)
+    assert (
+        geospot.normalize_country("Ardan") == "ardan" and geospot.normalize_country("") == ""
+    )  # an invented map has names too
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ def test_names_of_regions_are_those_of_iso_3166():
     assert len(lines) > 120
     missing = []
     for country, name in lines:
-        regions = [geospot.plain(region.name) for region in pycountry.subdivisions.get(country_code=country)]
+        regions = [geospot.normalize_name(region.name) for region in pycountry.subdivisions.get(country_code=country)]
         found = any(set(name.split()) <= set(region.split()) for region in regions)
         missing += [] if found else [f"{country} {name}"]
     assert not missing
@@ -320,7 +322,7 @@ def test_the_curriculum_in_a_file_is_the_stages():
 @pytest.mark.parametrize(
     "options, told",
     [
-        ({"pay": ["city"]}, "no options 'pay' in a curriculum; it has 'pays' and 'tolerance_km'"),
+        ({"pay": ["city"]}, "unknown options: 'pay'; use 'pays' and 'tolerance_km'"),
         ({"pays": ["town"]}, r"pays .* is \['town'\]; give a list of some of country, region, city, coordinates"),
         ({"pays": []}, "give a list"),
         ({"pays": "city"}, "give a list"),
@@ -471,7 +473,7 @@ NO_PLACE = ["", "Paris", "[]", "{}", "null", "NaN", "[" * 5000, '{"country": ""}
 
 @pytest.mark.parametrize("truth", NO_PLACE)
 def test_a_truth_without_a_place_is_refused(truth):
-    with pytest.raises(UserError, match="is no JSON object with country.*|make the file with"):
+    with pytest.raises(UserError, match="is not a JSON object with country.*|make the file with"):
         geospot_reward("country: France", truth, 4)
     bad = SimpleNamespace(data_source="geospot", ground_truth=truth, extra={}, uid="row-7")
     with pytest.raises(UserError, match="row 'row-7'"):
@@ -490,7 +492,7 @@ def test_truths_that_are_read_and_stages_that_are_not():
     ]
     truths += [{"country": "A" * 100, "lat": "1.5", "lon": "2.5"}]
     assert check_tasks(row(truth, str(i)) for i, truth in enumerate(truths)) == {"geospot": len(truths)}
-    assert score(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)  # without a step: the last stage
+    assert grade(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)  # without a step: the last stage
     assert geospot.geospot(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)
     assert reward.task_name("osv5m/osv5m") == "geospot"
 
@@ -546,8 +548,8 @@ def image(tmp_path):
 
 
 def made(folder, *files, **more):
-    make_file("geospot", TaskConfig(input=tuple(map(str, files)), out=str(folder / "out.parquet"), **more))
-    return read_examples(folder / "out.parquet", FileConfig(out=""))[0]
+    make_file("geospot", ToyConfig(input=tuple(map(str, files)), out=str(folder / "out.parquet"), **more))
+    return read_examples(folder / "out.parquet", ConvertConfig(out=""))[0]
 
 
 def write_csv(path, *rows):
@@ -621,7 +623,7 @@ def test_rows_that_are_wrong_say_why(tmp_path, image):
     with pytest.raises(UserError, match="ends in .json, .jsonl, .csv, .parquet"):
         made(tmp_path, tmp_path / "x.xml")
     (tmp_path / "x.parquet").write_text("x")
-    with pytest.raises(UserError, match="x.parquet is no parquet file"):
+    with pytest.raises(UserError, match="x.parquet is not a parquet file"):
         made(tmp_path, tmp_path / "x.parquet")
 
 
@@ -704,12 +706,14 @@ def test_toy_answers_earn_everything_and_stages_tell_places_apart():
                 parts = geospot_reward(geospot.toy_answer(a), b, 4)
                 assert parts["reward"] < 0.75 and parts[first] == 0
     assert min(near["country"]) > 2200 and min(near["region"]) > 222 and min(near["city"]) > 55
-    assert not {geospot.country_of(name) for name in geospot.COUNTRIES.values()} & set(geospot.country_codes().values())
+    assert not {geospot.normalize_country(name) for name in geospot.COUNTRIES.values()} & set(
+        geospot.country_codes().values()
+    )
 
 
 def test_toy_becomes_a_file(tmp_path):
-    make_file("geospot", TaskConfig(toy=True, n=12, split="test", out=str(tmp_path / "toy.parquet")))
-    examples, bad = read_examples(tmp_path / "toy.parquet", FileConfig(out=""))
+    make_file("geospot", ToyConfig(toy=True, n=12, split="test", out=str(tmp_path / "toy.parquet")))
+    examples, bad = read_examples(tmp_path / "toy.parquet", ConvertConfig(out=""))
     assert len(examples) == 12 and not bad and check_tasks(examples) == {"geospot": 12}
     with pytest.raises(UserError, match="--split 'val': toys have warm, train, test"):
         list(geospot.toy(1, "val", 0))

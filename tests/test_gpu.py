@@ -23,11 +23,11 @@ from grpo import Algorithm, PolicyLoss
 from kernels import fused_policy_loss, linear_logprob
 from layers.attention import PackedAttention
 from model import Policy, load_hf
-from packing import Batch, MicroBatch, Packer, TokenBatch, token_batch
+from packing import MicroBatch, Packer, TokenBatch, TrainBatch, make_token_batch
 from parallel.models import Models
-from parallel.sharding import shard
+from parallel.sharding import apply_fsdp
 from rollout import Rollout
-from utils import Context, Meter, dist_setup
+from utils import DistContext, Meter, setup_distributed
 
 GPU = torch.cuda.is_available()
 TOY = not GPU and os.environ.get("GPU_TESTS_ON_CPU") == "1"
@@ -180,7 +180,7 @@ def test_attention_and_its_gradients_equal_the_dense_mask(backend, dtype, heads,
         q, k, v, up = (
             torch.randn(1, count, n, dim, generator=g).to(DEVICE, dtype) for count in (heads, kv_heads, kv_heads, heads)
         )
-        want = exact_attention(*(exact := [x.double().requires_grad_() for x in (q, k, v)]), micro.end_T, scale)
+        want = exact_attention(*(exact := [x.double().requires_grad_() for x in (q, k, v)]), micro.subtree_end_T, scale)
         want.backward(up.double())
         backward = GPU or backend == "sdpa"  # flex has none on a CPU
         got = PackedAttention(backend, micro)(
@@ -241,7 +241,7 @@ class Watched(PolicyLoss):
 @pytest.fixture(scope="module")
 def context():
     mine = not dist.is_initialized()
-    yield dist_setup() if mine else Context(0, 1, DEVICE)
+    yield setup_distributed() if mine else DistContext(0, 1, DEVICE)
     if mine:
         dist.destroy_process_group()
 
@@ -257,16 +257,15 @@ def test_bf16_ratios_are_one_on_policy(attn, kernel, kind, toys, loaded, context
     """Log-probabilities before the update and in the one that follows are equal, and so the loss is that of ratio 1."""
     processor = loaded["qwen2_5_vl"][1]
     policy = Policy(load_hf(str(toys["qwen2_5_vl"])), processor, attention=attn, kernel=kernel).train()
-    shard(policy, DEVICE, torch.bfloat16)
-    flags = (
-        f"--model - --data - --out - --steps 1 --group-size 4 --attn {attn} --micro-tokens 300 --epochs 2 --loss {kind}"
-    )
+    apply_fsdp(policy, DEVICE, torch.bfloat16)
+    flags = f"--model - --data - --out - --steps 1 --group-size 4 --attn {attn} --micro-tokens 300 --update-epochs 2 "
+    flags += f"--loss {kind}"
     cfg = train.parse_args([*flags.split(), "--clip-low", "3e-4", "--clip-high", "4e-4"])
     rollouts = rollouts_of(processor, 4)
     weights = grpo.token_weights([len(r.response) for r in rollouts], [True] * len(rollouts), "token", 0)
     micros = Packer(300, processor.image_token_id, share=attn != "flash").pack(rollouts)
-    batch = Batch(rollouts, token_batch(rollouts, weights), [micros])
-    train.compute_before_update(batch, Models(policy, None), cfg)
+    batch = TrainBatch(rollouts, make_token_batch(rollouts, weights), [micros])
+    train.compute_logprobs_and_values(batch, Models(policy, None), cfg)
     train.set_advantages(batch, cfg.algo, 0.0, context, Meter())
     loss = (Watched if kind == "gspo" else PolicyLoss)(cfg.algo)
     worst = 0.0

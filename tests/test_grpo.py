@@ -13,7 +13,7 @@ import grpo
 import packing
 from errors import UserError
 from grpo import Algorithm
-from settings import read_settings, typed
+from settings import build_config, typed
 
 # Loss weights --------------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ def test_importance_weights_token_by_token():
     generator = torch.Generator().manual_seed(0)
     trainer = (-3 * torch.rand(200, generator=generator)).requires_grad_()
     engine = trainer.detach() + 0.5 * torch.randn(200, generator=generator)
-    weight, capped = grpo.importance_weight(trainer, engine, 1.3)
+    weight, capped = grpo.truncated_importance_weight(trainer, engine, 1.3)
     assert not weight.requires_grad
     for i in range(200):
         ratio = math.exp(trainer[i].item() - engine[i].item())
@@ -71,14 +71,14 @@ def test_responses_are_kept_or_left_out_whole():
     rollout = torch.randint(0, 9, (120,), generator=generator) * 3  # interleaved
     trainer = torch.randn(120, generator=generator)
     engine = trainer + 0.6 * torch.randn(120, generator=generator)
-    keep = grpo.keep_responses(trainer, engine, rollout, 0.8, 1.2)
+    keep = grpo.geometric_mean_mask(trainer, engine, rollout, 0.8, 1.2)
     for s in set(rollout.tolist()):
         pairs = [(a, b) for a, b, c in zip(trainer.tolist(), engine.tolist(), rollout.tolist(), strict=True) if c == s]
         ratios = [math.exp(a - b) for a, b in pairs]
         expected = 0.8 <= math.prod(ratios) ** (1 / len(ratios)) <= 1.2
         assert keep[rollout == s].tolist() == [expected] * len(ratios)
     assert 0 < keep.sum() < 120
-    assert grpo.keep_responses(trainer[:0], engine[:0], rollout[:0], 0.8, 1.2).shape == (0,)
+    assert grpo.geometric_mean_mask(trainer[:0], engine[:0], rollout[:0], 0.8, 1.2).shape == (0,)
 
 
 @pytest.mark.parametrize("norm_std", ["group", "batch", "none"])
@@ -115,25 +115,31 @@ def test_advantages_of_a_step_leave_out_rewards_that_failed(algo):
 
     def of(rewards_PG, rollout, counted):
         tokens = packing.TokenBatch(rollout, torch.zeros(len(rollout)), torch.zeros(len(rollout)))
-        return grpo.advantages(rewards_PG, rewards_PG, tokens, torch.tensor(counted), chosen, 0.0)[0]
+        return grpo.compute_advantages(rewards_PG, rewards_PG, tokens, torch.tensor(counted), chosen, 0.0)[0]
 
     found = of(rewards_PG, torch.arange(6).repeat_interleave(2), counted)
     without = of(torch.tensor([[1.0, 0.0], [0.25, 1.0]]).double(), torch.arange(4).repeat_interleave(2), [True] * 4)
     trained = torch.tensor(counted).repeat_interleave(2)
     assert torch.allclose(found[trained], without, atol=1e-12) and found.isfinite().all()
     reasons = ["stop" if c else "error" for c in counted]
-    assert grpo.may_train(rewards_PG, reasons, chosen) == ([True] * 6 if chosen.kl_in_reward else counted)
+    assert grpo.has_gradient(rewards_PG, reasons, chosen) == ([True] * 6 if chosen.kl_in_reward else counted)
 
 
 def test_what_a_users_method_needs_is_computed(monkeypatch):
     """An advantage per token is not 0 because a response earned 0; a loss may have a gradient without an advantage."""
     rewards_PG, reasons = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.5] * 4]), ["stop"] * 8
-    monkeypatch.setitem(grpo.ADVANTAGES, "steps", grpo.Advantage(grpo.over_group_mean, "none", per_token=True))
-    monkeypatch.setitem(grpo.LOSSES, "anchored", grpo.Loss(grpo.clip, by_advantage=False))
+    monkeypatch.setitem(
+        grpo.ADVANTAGES, "steps", grpo.AdvantageEstimator(grpo.subtract_group_mean, "none", per_token=True)
+    )
+    monkeypatch.setitem(grpo.LOSSES, "anchored", grpo.LossFunction(grpo.ppo_clip, zero_without_advantage=False))
     by_step, anchored = Algorithm(adv="steps", group_size=4), Algorithm(loss="anchored", group_size=4)
-    assert grpo.may_train(rewards_PG, reasons, by_step) == grpo.may_train(rewards_PG, reasons, anchored) == [True] * 8
-    assert grpo.may_train(rewards_PG, reasons, Algorithm(group_size=4)) == [True] * 4 + [False] * 4
-    with pytest.raises(UserError, match="--algo-args norm_std=group: --adv steps does not give each sample"):
+    assert (
+        grpo.has_gradient(rewards_PG, reasons, by_step)
+        == grpo.has_gradient(rewards_PG, reasons, anchored)
+        == [True] * 8
+    )
+    assert grpo.has_gradient(rewards_PG, reasons, Algorithm(group_size=4)) == [True] * 4 + [False] * 4
+    with pytest.raises(UserError, match="--algo-args norm_std=group needs .*; --adv steps does not;"):
         Algorithm(adv="steps", norm_std="group").check()
 
 
@@ -142,26 +148,27 @@ def test_what_a_users_method_needs_is_computed(monkeypatch):
 KL = {"kl_coef": 0.1, "kl_in": "reward"}
 REFUSED = [  # what is refused, the message, and the change that makes it right
     ({"group_size": 1}, "--group-size 1: --adv grpo compares samples of one prompt", {"adv": "reinforce++"}),
-    ({"group_size": 1, "adv": "gae", "sample_rounds": 2}, "--group-size 1: --sample-rounds 2", {"group_size": 2}),
-    ({"adv": "gae", "norm_std": "group"}, "norm_std=group: --adv gae does not give each", {"norm_std": "batch"}),
+    ({"group_size": 1, "adv": "gae", "max_gen_batches": 2}, "--group-size 1: --max-gen-batches 2", {"group_size": 2}),
+    ({"adv": "gae", "norm_std": "group"}, "norm_std=group needs .*; --adv gae does not;", {"norm_std": "batch"}),
     (KL, "kl_in=reward norm_std=group.*norm_std=batch or none", {"norm_std": "batch"}),
     ({"clip_low": 1.0}, "--clip-low 1.0: must be below 1, except with --loss cispo", {"loss": "cispo"}),
-    ({"adv": "gae", "loss": "gspo"}, "--loss gspo weighs a response as a whole, but --adv gae", {"loss": "clip"}),
-    ({"adv": "reinforce++", "loss": "gspo", **KL}, "with kl_in=reward has an advantage per token", {"kl_in": "loss"}),
-    ({"loss": "reinforce", "epochs": 2}, "--loss reinforce is right for one update.* --epochs 2 x", {"epochs": 1}),
-    ({"loss": "reinforce", "minibatches": 2}, "not for --epochs 1 x --minibatches 2", {"minibatches": 1}),
-    ({"loss": "reinforce", "old_policy": "rollout"}, "with old_policy=rollout; use", {"old_policy": "trainer"}),
-    ({"tis_cap": 2.0, "old_policy": "rollout"}, "tis_cap and tis_mask would weigh by it twice", {"tis_cap": None}),
-    ({"tis_mask": "0.5,2", "old_policy": "rollout"}, "would weigh by it twice", {"old_policy": "trainer"}),
-    ({"kl_target": 0.1}, "--algo-args kl_target=0.1 adapts a coefficient, but --kl-coef is 0.0", {"kl_coef": 0.1}),
-    ({"ref_every": 5}, "--algo-args ref_every=5 refreshes a reference that only --kl-coef", {"kl_coef": 0.1}),
-    ({"critic_warmup_steps": 2}, "--algo-args critic_warmup_steps=2: --adv grpo has no critic", {"adv": "gae"}),
+    ({"adv": "gae", "loss": "gspo"}, "--loss gspo couples the tokens of a response, but --adv gae", {"loss": "clip"}),
+    ({"adv": "reinforce++", "loss": "gspo", **KL}, "has an advantage per token .with kl_in=reward", {"kl_in": "loss"}),
+    ({"loss": "reinforce", "update_epochs": 2}, "--loss reinforce is only correct on policy .* --update-epochs 2 x",
+     {"update_epochs": 1}),
+    ({"loss": "reinforce", "minibatches": 2}, "settings are --update-epochs 1 x --minibatches 2", {"minibatches": 1}),
+    ({"loss": "reinforce", "old_policy": "rollout"}, "and old_policy=rollout; use", {"old_policy": "trainer"}),
+    ({"tis_cap": 2.0, "old_policy": "rollout"}, "tis_cap and ratio_mask would correct for", {"tis_cap": None}),
+    ({"ratio_mask": "0.5,2", "old_policy": "rollout"}, "would correct for these a second", {"old_policy": "trainer"}),
+    ({"kl_target": 0.1}, "--algo-args kl_target=0.1 adapts --kl-coef, but --kl-coef is 0", {"kl_coef": 0.1}),
+    ({"ref_every": 5}, "--algo-args ref_every=5 updates the reference, but there is none", {"kl_coef": 0.1}),
+    ({"critic_warmup_steps": 2}, "critic_warmup_steps=2: --adv grpo has no critic; use --adv gae", {"adv": "gae"}),
     ({"critic": "separate"}, "--algo-args critic=separate: --adv grpo has no critic; use --adv gae", {"adv": "gae"}),
-    ({"kl_in": "reward"}, "kl_in=reward places a KL that --kl-coef 0.0 leaves out", {"kl_in": "loss"}),
-    ({"algo": "reinforce++", "adv": "reinforce++"}, "--algo-args kl_in=loss places a KL that", {"kl_in": "reward"}),
-    *(({"loss": loss, "dual_clip": 3.0}, f"dual_clip=3.0: --loss {loss} is not bounded by it", {"dual_clip": None})
+    ({"kl_in": "reward"}, "kl_in=reward has no effect with --kl-coef 0.0", {"kl_in": "loss"}),
+    ({"algo": "reinforce++", "adv": "reinforce++"}, "--algo-args kl_in=loss has no effect", {"kl_in": "reward"}),
+    *(({"loss": loss, "dual_clip": 3.0}, f"dual_clip=3.0 has no effect on --loss {loss}", {"dual_clip": None})
       for loss in ("cispo", "sapo", "reinforce")),
-    *(({"tis_mask": mask}, f"--algo-args tis_mask={mask}: give LOW,HIGH around 1", {"tis_mask": "0,1.01"})
+    *(({"ratio_mask": mask}, f"--algo-args ratio_mask={mask}: give LOW,HIGH around 1", {"ratio_mask": "0,1.01"})
       for mask in ("2,3", "0.5,1", "1,2", "-0.1,2", "0.5", "low,high", "0.1,0.5,2")),
 ]  # fmt: skip
 
@@ -182,13 +189,14 @@ def test_settings_and_methods_do_not_change_once_made():
 
 BOUNDS = {  # setting: the least and the largest value allowed, and those beyond
     "group_size": ([1], [0]), "clip_low": ([1e-9, 1.0], [0.0, 1.01]), "clip_high": ([1e-9], [0.0]),
-    "dual_clip": ([1.01, None], [1.0]), "tis_cap": ([1e-9, None], [0.0]), "sample_rounds": ([1], [0]),
-    "epochs": ([1], [0]), "minibatches": ([1], [0]), "entropy_coef": ([0.0], [-1e-9]), "kl_coef": ([0.0], [-1e-9]),
+    "dual_clip": ([1.01, None], [1.0]), "tis_cap": ([1e-9, None], [0.0]), "max_gen_batches": ([1], [0]),
+    "update_epochs": ([1], [0]), "minibatches": ([1], [0]),
+    "entropy_coef": ([0.0], [-1e-9]), "kl_coef": ([0.0], [-1e-9]),
     "kl_target": ([1e-9, None], [0.0]), "ref_every": ([0], [-1]), "critic_warmup_steps": ([0], [-1]),
     "gamma": ([0.0, 1.0], [-1e-9, 1.01]), "lam": ([0.0, 1.0], [-1e-9, 1.01]),
     "norm_std": ([None, *grpo.NORM_STD], ["all"]), "loss_agg": (grpo.LOSS_AGGREGATIONS, ["mean"]),
     "truncated": (["keep", "mask", "penalise"], ["drop"]), "old_policy": (["trainer", "rollout"], ["engine"]),
-    "kl": (grpo.KL_KINDS, ["k4"]), "kl_in": (["loss", "reward"], ["advantage"]),
+    "kl": (grpo.KL_ESTIMATORS, ["k4"]), "kl_in": (["loss", "reward"], ["advantage"]),
     "critic": (["head", "separate"], ["none"]), "adv": (grpo.ADVANTAGES, ["magic"]), "loss": (grpo.LOSSES, ["magic"]),
     "algo": (grpo.PRESETS, ["magic"]),
 }  # fmt: skip
@@ -198,8 +206,8 @@ BOUNDS = {  # setting: the least and the largest value allowed, and those beyond
 def test_a_setting_takes_what_it_allows_and_nothing_beyond(name):
     allowed, beyond = BOUNDS[name]
     for value in allowed:
-        assert getattr(read_settings(Algorithm, {name: value}), name) == value
+        assert getattr(build_config(Algorithm, {name: value}), name) == value
     for value in beyond:
         [setting] = [f for f in fields(Algorithm) if f.name == name]
         with pytest.raises(UserError, match=re.escape(f"{typed(setting, value)}: must be ")):
-            read_settings(Algorithm, {name: value})
+            build_config(Algorithm, {name: value})

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tokenize
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,12 @@ LEVELS = {
 }
 PLUG_INS = ("engines", "envs", "tasks")  # imported by name, inside functions
 # how an engine is started, and compared with the trainer; how episodes are played
-NO_PLUG_INS = ("engines.launch", "engines.self_test", "envs._load", "envs._play")
+NO_PLUG_INS = ("engines.launch", "engines.self_test", "envs._factory", "envs._episodes")
 
 CODE_LINES = {  # each file's size when this was written
-    "demo.py": 346, "errors.py": 102, "eval.py": 329, "grpo.py": 423, "kernels.py": 301, "merge_lora.py": 115,
-    "model.py": 401, "packing.py": 369, "prepare_data.py": 449, "reward.py": 199, "rollout.py": 363, "train.py": 324,
-    "settings.py": 182, "utils.py": 213,
+    "demo.py": 346, "errors.py": 102, "eval.py": 329, "grpo.py": 429, "kernels.py": 301, "merge_lora.py": 116,
+    "model.py": 403, "packing.py": 371, "prepare_data.py": 449, "reward.py": 201, "rollout.py": 363, "train.py": 324,
+    "settings.py": 188, "utils.py": 213,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
 ALLOWED_WORDS = {
@@ -148,6 +149,38 @@ def test_one_word_for_one_thing(name):
         assert not found or re.search(allowed, line), f"{name}: {found[0]!r} in {line!r}"
 
 
+# Names that several files define on purpose: what each task and each environment may define (tasks/__init__.py lists
+# them), and what each script has
+SHARED_NAMES = """
+    INSTRUCTION TOY_INSTRUCTION DEFAULTS DEMO ENV ANSWER_TYPES TOY_TYPES USUAL answerable expert rows scenes toy
+    main parse_args
+""".split()
+
+
+def top_level_names(name):
+    """The functions, classes and constants that a file defines."""
+    for node in ast.parse((ROOT / name).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            parts = chain.from_iterable(map(ast.walk, targets))
+            yield from (n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+
+@complete
+def test_a_name_has_one_meaning():
+    """No two files define the same name, so that whoever meets it knows what it is, wherever it is."""
+    files_of = {}
+    for name in OURS:
+        for defined in set(top_level_names(name)):
+            files_of.setdefault(defined, []).append(name)
+    assert {name: files for name, files in files_of.items() if len(files) > 1 and name not in SHARED_NAMES} == {}
+    assert all(len(files_of[name]) > 1 for name in SHARED_NAMES)
+    listed = re.findall(r"`(\w+)", (ROOT / "tasks" / "__init__.py").read_text())
+    assert set(listed) == set(SHARED_NAMES) - {"main", "parse_args"}
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_importing_a_script_does_nothing(name, tmp_path):
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.dont_write_bytecode = True; import {name[:-3]}"
@@ -184,7 +217,7 @@ def test_every_metric_is_documented(toys, tmp_path):
     data = write_parquet(tmp_path / "train.parquet", shapes_rows(8, "train", 0))
     common = flags(toys["qwen2_5_vl"], data, tmp_path / "run", "--eval-data", data, "--steps", 1)
     run([sys.executable, "train.py", *common[:6], *common[8:]])  # with the task's own reward
-    more = "--algo ppo --algo-args critic=separate --kl-coef 0.1 --sample-rounds 2 --truncated penalise".split()
+    more = "--algo ppo --algo-args critic=separate --kl-coef 0.1 --max-gen-batches 2 --truncated penalise".split()
     run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, tmp_path / "more", "--steps", 1, *more)])
     keys = {key for name in ("run", "more") for row in rows(tmp_path / name) for key in row}
     documented = set(re.findall(r"`([a-z_]+(?:/[a-zA-Z_*<>@=]+)*)`", (ROOT / "docs" / "metrics.md").read_text()))

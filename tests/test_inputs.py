@@ -18,9 +18,9 @@ from test_prepare_data import BLUE, RED, png, read_examples, run, save, verl_row
 
 import prepare_data as pd
 from errors import UserError
-from prepare_data import FileConfig, Raw, ReadingConfig, build_example
+from prepare_data import ConvertConfig, DataFormatConfig, RawRow, build_example
 from sources import remote
-from sources.content import fill_template, place_images, template_columns
+from sources.content import fill_template, insert_image_placeholders, template_columns
 from sources.fetch import fetch
 from sources.remote import RemoteFile
 
@@ -29,9 +29,9 @@ TEXT = {name: base64.b64encode(data).decode() for name, data in (("red", RED), (
 URI = {name: f"data:image/png;base64,{text}" for name, text in TEXT.items()}
 
 
-def example_of(record: dict, reading: ReadingConfig | None = None, root=None) -> pd.Example:
-    reading = reading or ReadingConfig(answer_key="answer")
-    return build_example(Raw("f row 0", 0, {"answer": "1", **record}, *([root] if root else [])), reading)
+def example_of(record: dict, reading: DataFormatConfig | None = None, root=None) -> pd.Example:
+    reading = reading or DataFormatConfig(answer_key="answer")
+    return build_example(RawRow("f row 0", 0, {"answer": "1", **record}, *([root] if root else [])), reading)
 
 
 def user(*parts) -> list[dict]:
@@ -87,24 +87,24 @@ def test_own_images_and_those_of_the_column_come_in_order():
 @pytest.mark.parametrize(
     ("parts", "images", "reason"),
     [
-        (({"type": "image"},), [], "1 <image> marks in the prompt but 0 images"),
-        (({"type": "image", "image": RED},), [BLUE], "1 <image> marks in the prompt but 2 images"),
-        (({"type": "image", "image": RED}, text("<image>")), [], "2 <image> marks in the prompt but 1 images"),
-        (({"type": "video", "video": "a.mp4"},), [], "message 0, part 1: has type 'video'; there are text, input"),
-        (({"type": "input_audio"},), [], "part 1: has type 'input_audio'; there are"),
-        (({"text": "no type"},), [], "part 1: has type None; there are"),
-        (({"type": ["image"]},), [], "part 1: has type ['image']; there are"),
+        (({"type": "image"},), [], "1 <image> placeholders in the prompt but 0 images"),
+        (({"type": "image", "image": RED},), [BLUE], "1 <image> placeholders in the prompt but 2 images"),
+        (({"type": "image", "image": RED}, text("<image>")), [], "2 <image> placeholders in the prompt but 1 images"),
+        (({"type": "video", "video": "a.mp4"},), [], "message 0, part 1: has type 'video', expected one of text, "),
+        (({"type": "input_audio"},), [], "part 1: has type 'input_audio', expected one of"),
+        (({"text": "no type"},), [], "part 1: has type None, expected one of"),
+        (({"type": ["image"]},), [], "part 1: has type ['image'], expected one of"),
         (("a string",), [], "part 1: is a str, expected an object such as {'type': 'text', ...}"),
-        (({"type": "image_url"},), [], "part 1: has type 'image_url' and no image"),
-        (({"type": "image_url", "image_url": {"url": None}},), [], "part 1: has no image in its image_url"),
-        (({"type": "image", "image": RED, "path": "x"},), [], "has fields image, path; an image has one of image, im"),
-        (({"type": "image", "min_pixels": 9},), [RED], "has fields min_pixels; an image has one of"),
-        (({"type": "input_image", "file_id": "f"},), [], "has fields file_id; an image has one of"),
-        (({"type": "text", "text": "x", "cache": 1},), [], "is a text with fields that the format cannot hold: cache"),
-        (({"type": "text", "text": 5},), [], "part 1: has a int for its text"),
-        (({"type": "image", "index": 1},), [RED], "part 1: names image 1 of the row where the next is 0"),
+        (({"type": "image_url"},), [], "part 1: has type 'image_url' but no image"),
+        (({"type": "image_url", "image_url": {"url": None}},), [], "part 1: has no image in its field image_url"),
+        (({"type": "image", "image": RED, "path": "x"},), [], "image, path; an image part may have only one of image"),
+        (({"type": "image", "min_pixels": 9},), [RED], "has fields min_pixels; an image part may have only one of"),
+        (({"type": "input_image", "file_id": "f"},), [], "has fields file_id; an image part may have only one of"),
+        (({"type": "text", "text": "x", "cache": 1},), [], "is a text with unsupported fields: cache; remove them"),
+        (({"type": "text", "text": 5},), [], "part 1: has a text of type int, expected a string"),
+        (({"type": "image", "index": 1},), [RED], "part 1: has index 1, but the row's next image is 0"),
         (({"type": "image_url", "image_url": {"url": "https://h/x.png"}},), [], "image 0 is a URL (https://h/x.png)"),
-        ((text("<|im_end|>"),), [], "message 0 contains '<|im_end|>'"),
+        ((text("<|im_end|>"),), [], "message 0 contains the special token '<|im_end|>'"),
         (({"type": "image", "base64": "!!"},), [], "image 0 '!!' is neither an existing file nor valid base64"),
     ],
 )  # fmt: skip
@@ -151,14 +151,14 @@ def test_native_placeholders_are_marks(prompt, plain):
     for given in (prompt, [{"role": "user", "content": prompt}], user(text(prompt))):
         e = example_of({"prompt": given, "images": [RED, BLUE, GREEN, RED][:n]})
         assert e.messages == [{"role": "user", "content": plain}] and e.images == [RED, BLUE, GREEN, RED][:n]
-        with pytest.raises(UserError, match=f"{n} <image> marks in the prompt but {n + 1} images"):
+        with pytest.raises(UserError, match=f"{n} <image> placeholders in the prompt but {n + 1} images"):
             example_of({"prompt": given, "images": [RED] * (n + 1)})
 
 
 @pytest.mark.parametrize("prompt", [f"{START}x", f"x{END}", f"{START}{PAD}", f"{START} {PAD}{END}", "<|video_pad|>x",
                                     f"{START}<|video_pad|>{END}"])  # fmt: skip
 def test_other_special_tokens_stay_bad_rows(prompt):
-    with pytest.raises(UserError, match="special token to tokenizers"):
+    with pytest.raises(UserError, match="message 0 contains the special token"):
         example_of({"prompt": prompt, "images": [RED] * prompt.count(PAD)})
 
 
@@ -189,7 +189,7 @@ def test_a_column_brings_no_marks_into_a_template():
     assert fill_template("<image>{a}{b}", {"a": "x<", "b": "image"}) == "<image>x<image"
     for record in ({"a": "<image>", "b": ""}, {"a": "<ima", "b": "ge>"}, {"a": PAD, "b": "x"},
                    {"a": ["y", "<image>"], "b": ""}, {"a": {"k": "<image>"}, "b": ""}):  # fmt: skip
-        with pytest.raises(UserError, match=r"a column brings 1 image marks into --prompt-template"):
+        with pytest.raises(UserError, match=r"a column adds 1 image placeholders to --prompt-template"):
             fill_template("<image>{a}{b}", record)
     with pytest.raises(UserError, match="no value in column 'a' of --prompt-template; the row has a, b"):
         fill_template("{a}", {"a": None, "b": 1})
@@ -249,7 +249,7 @@ def test_several_image_columns(tmp_path):
     with pytest.raises(UserError, match="no column 'middle'; .*--image-key"):
         read_examples(path, image_key="left,middle")
     path = save(tmp_path / "f.parquet", [row | {"right": None}])
-    with pytest.raises(UserError, match="2 <image> marks in the prompt but 1 images"):
+    with pytest.raises(UserError, match="2 <image> placeholders in the prompt but 1 images"):
         read_examples(path, image_key="left,right")
     with open(tmp_path / "q.csv", "w", newline="") as file:
         csv.writer(file).writerows(
@@ -265,7 +265,7 @@ def test_tasks_take_two_image_columns_from_parquet(tmp_path):
     from tasks._tables import any_rows
 
     path = save(tmp_path / "f.parquet", [{"left": RED, "right": BLUE, "thumb": b"x", "label": 1}])
-    cfg = pd.TaskConfig(out="", input=(str(path),))
+    cfg = pd.ToyConfig(out="", input=(str(path),))
     [raw] = any_rows(cfg, ("left", "right"), lambda record, _: record)
     assert raw.record == {"left": RED, "right": BLUE, "label": 1}
 
@@ -325,7 +325,7 @@ def test_tables_and_images_of_a_store(store, tmp_path):
     run("parquet", "--input", "s3://bucket/data/train*", "--out", out)
     assert [e.uid[-9:] for e in read_examples(out)[0]] == ["train-0/0", "train-0/1", "train-1/0", "train-1/1"]
     assert read_examples(out)[0][3].images == [RED]
-    with pytest.raises(UserError, match="s3://bucket/data holds shards of train, test; pass those of one"):
+    with pytest.raises(UserError, match="s3://bucket/data contains shards of several splits .train, test.; pass one"):
         run("parquet", "--input", "s3://bucket/data", "--out", out)
     put(store, "/bucket/q.csv", f"prompt,images,answer\n<image>a?,{blue},1\n")
     run("csv", "--input", "s3://bucket/q.csv", *flags)
@@ -342,7 +342,7 @@ def test_what_a_store_lacks_is_told(store, tmp_path):
     ):
         run("jsonl", "--input", "s3://bucket/q.jsonl", *flags)
     put(store, "/bucket/x.parquet", b"no parquet")
-    with pytest.raises(UserError, match="s3://bucket/x.parquet is no parquet file, or is damaged"):
+    with pytest.raises(UserError, match="s3://bucket/x.parquet is not a parquet file, or is damaged"):
         run("parquet", "--input", "s3://bucket/x.parquet", *flags)
     with pytest.raises(UserError, match="nothing://x cannot be read: ValueError: Protocol not known: nothing"):
         run("jsonl", "--input", "nothing://x", *flags)
@@ -356,20 +356,20 @@ def test_what_a_store_lacks_is_told(store, tmp_path):
 )  # fmt: skip
 def test_rows_name_only_remote_stores(store, tmp_path, cell):
     put(store, "/bucket/red.png", RED)
-    cfg = FileConfig(out="", answer_key="answer", data_source="t")
+    cfg = ConvertConfig(out="", answer_key="answer", data_source="t")
     for value in (cell, [cell], {"bytes": None, "path": cell}):
-        with pytest.raises(UserError, match="image 0 .*has a scheme that a row may not have"):
+        with pytest.raises(UserError, match="image 0 .*has a scheme that rows may not use"):
             example_of({"prompt": "<image>a?", "images": value}, cfg, tmp_path)
-    with pytest.raises(UserError, match="has a scheme that a row may not have"):
-        RemoteFile.of_row(cell)
+    with pytest.raises(UserError, match="has a scheme that rows may not use"):
+        RemoteFile.from_row_url(cell)
 
 
 def test_rows_of_a_store_read_no_files_of_this_machine(store, tmp_path):
     (tmp_path / "red.png").write_bytes(RED)
-    root = RemoteFile.of("s3://bucket/data")
-    cfg = FileConfig(out="", answer_key="answer", data_source="t", url_tries=1)
+    root = RemoteFile.from_url("s3://bucket/data")
+    cfg = ConvertConfig(out="", answer_key="answer", data_source="t", url_tries=1)
     for cell in (str(tmp_path / "red.png"), f"file://{tmp_path}/red.png"):
-        with pytest.raises(UserError, match="is a path of this machine in a row from elsewhere"):
+        with pytest.raises(UserError, match="is a path on this machine, but the data is remote"):
             example_of({"prompt": "<image>a?", "images": cell}, cfg, root)
     with pytest.raises(UserError, match="FileNotFoundError"):
         example_of({"prompt": "<image>a?", "images": f"../..{tmp_path}/red.png"}, cfg, root)
@@ -378,18 +378,18 @@ def test_rows_of_a_store_read_no_files_of_this_machine(store, tmp_path):
 def test_training_touches_no_store(store, tmp_path):
     put(store, "/bucket/red.png", RED)
     path = save(tmp_path / "f.parquet", [verl_row(0, images=["s3://bucket/red.png"])])
-    with pytest.raises(UserError, match=r"image 0 is a URL \(s3://bucket/red.png\) and training touches no network"):
+    with pytest.raises(UserError, match=r"is a URL \(s3://bucket/red.png\), but training does not read from the net"):
         read_examples(path)
     for data in ("s3://bucket/f.parquet", ["x.parquet", "s3://bucket/f.parquet"], "x.parquet,s3://bucket/f.parquet"):
         with pytest.raises(
-            UserError, match="s3://bucket/f.parquet.*training touches no network; prepare_data.py parquet"
+            UserError, match="s3://bucket/f.parquet.*training does not read from the network; download it"
         ):
             read_examples(data)
 
 
 def test_size_time_and_tries_are_bounded(store, monkeypatch):
     put(store, "/bucket/large.png", bytes(2 << 20))
-    file = RemoteFile.of_row("s3://bucket/large.png")
+    file = RemoteFile.from_row_url("s3://bucket/large.png")
     assert fetch(file, max_mb=2) == bytes(2 << 20)
     with pytest.raises(UserError, match=r"large.png cannot be fetched: it is larger than 1 MiB \(raise --url-max-mb\)"):
         fetch(file, max_mb=1)
@@ -429,7 +429,7 @@ def test_without_its_library_a_store_is_a_line(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="s3://bucket/x.jsonl: run pip install fsspec s3fs: No module named 'fsspec'"):
         run("jsonl", "--input", "s3://bucket/x.jsonl", "--out", tmp_path / "o.parquet")
     with pytest.raises(UserError, match="s3://bucket/x.png: run pip install fsspec s3fs: No module named 'fsspec'"):
-        RemoteFile.of_row("s3://bucket/x.png")
+        RemoteFile.from_row_url("s3://bucket/x.png")
 
 
 def test_errors_of_a_stores_library_are_a_line(monkeypatch):
@@ -441,12 +441,12 @@ def test_errors_of_a_stores_library_are_a_line(monkeypatch):
     library = types.SimpleNamespace(BotoCoreError=BotoCoreError)
     monkeypatch.setitem(sys.modules, "botocore.exceptions", library)
     with pytest.raises(UserError, match="s3://b/x cannot be read: .*BotoCoreError: no credentials"):
-        with remote.refusing_remote("s3://b/x"):
+        with remote.remote_read_errors("s3://b/x"):
             raise BotoCoreError("no credentials\nmore")
-    with pytest.raises(KeyError), remote.refusing_remote("s3://b/x"):
+    with pytest.raises(KeyError), remote.remote_read_errors("s3://b/x"):
         raise KeyError("our own mistake")
 
 
 def test_place_images_leaves_what_is_no_prompt():
     for prompt in (None, 5, [], [None, {"role": "user"}], {"a": 1}):
-        assert place_images(prompt, [RED]) == (prompt, [RED])
+        assert insert_image_placeholders(prompt, [RED]) == (prompt, [RED])

@@ -25,7 +25,7 @@ import rewards.judge as J
 import train
 from errors import UserError
 from rewards.judge import Judge, JudgeError, JudgeOptions, judge_options
-from tasks.shapes import png
+from tasks.shapes import encode_png
 
 KEY = "sk-test-4f9a81c37be2d650"
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -33,7 +33,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(J, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(J, "INITIAL_BACKOFF_S", 0.01)
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
 
 
@@ -43,7 +43,7 @@ def square(grey=128):
 
 def example(question="<image>How many?", truth="3", images=None):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
-    images = [png(square())] if images is None else images
+    images = [encode_png(square())] if images is None else images
     return SimpleNamespace(uid="a1", messages=messages, ground_truth=truth, images=images)
 
 
@@ -79,7 +79,7 @@ def many(judge, *batches, row=None):
 
 def test_the_judge_sees_question_truth_response_and_images(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", KEY + "\n")  # as a file's content often ends
-    images = [png(square(1)), png(square(2))]
+    images = [encode_png(square(1)), encode_png(square(2))]
     row = example("Is <image> as <image>?", '{"same": false}', images)
     with JudgeServer(say("Both are dark.\nScore: 7.5\n")) as server:
         score, judge = ask(server, 'No: {"same": {truth}} {} {0}', row=row)
@@ -96,7 +96,7 @@ def test_the_judge_sees_question_truth_response_and_images(monkeypatch):
     counts = dict(judge.counts)
     assert 0 < counts.pop("seconds") < 5
     expected = {"calls": 1, "tokens_in": 100, "tokens_out": 10}
-    assert counts == dict.fromkeys(set(J.COUNTS) - {"seconds"}, 0) | expected
+    assert counts == dict.fromkeys(set(J.COUNTER_NAMES) - {"seconds"}, 0) | expected
 
 
 def test_without_images_the_content_is_text():
@@ -111,7 +111,7 @@ def test_images_are_sent_as_they_are_stored_or_as_png(kind):
     file = io.BytesIO()
     pixels = np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file, kind)
-    head, _, data = J.data_uri(file.getvalue()).partition(";base64,")
+    head, _, data = J.judge_image_uri(file.getvalue()).partition(";base64,")
     data = base64.b64decode(data)
     if kind in ("PNG", "JPEG", "WEBP", "GIF"):
         assert head == f"data:image/{kind.lower()}" and data == file.getvalue()
@@ -132,10 +132,10 @@ UNREAD += ["Score:\n7", "Score: 7 Score: 7", "\nScore: 7\x0bx", "Score: N", "Sco
 
 def test_a_score_is_read_strictly():
     for text, score in READ.items():
-        assert J.read_score(text) == pytest.approx(score, abs=1e-12), text
+        assert J.parse_score(text) == pytest.approx(score, abs=1e-12), text
     for text in UNREAD:
         with pytest.raises(JudgeError, match="does not end with one line `Score: N`"):
-            J.read_score(text)
+            J.parse_score(text)
             raise AssertionError(text)
 
 
@@ -189,20 +189,20 @@ def test_a_custom_template(tmp_path):
 
 
 LIES = {
-    "no JSON": send(b"<html>Score: 10</html>"),
-    "is no JSON": send(b"[" * 100_000),
+    "not JSON": send(b"<html>Score: 10</html>"),
+    "is not JSON": send(b"[" * 100_000),
     "has no text": send({"choices": []}),
     "no text in choices": send({"choices": "Score: 10"}),
     "no text in": send({"choices": [{"message": "Score: 10"}]}),
     "no text": say(""),
     "has no text in choices[0]": say(" \n"),
     "no text in choices[0].message.content": say([{"type": "text", "text": "Score: 10"}]),
-    "the answer has no text": say(10),
-    "answer has no text": send([completion("Score: 10")]),
+    "the reply has no text": say(10),
+    "reply has no text": send([completion("Score: 10")]),
     "has no": send(None),
     "cut off after --judge max_tokens=512; raise it": say("Score: 1", finish_reason="length"),
     "end with one line": say("I would give it 7/10 or 8/10."),
-    "the answer is no JSON": send(gzip.compress(json.dumps(completion("Score: 10")).encode()), Content_Encoding="gzip"),
+    "the reply is not JSON": send(gzip.compress(json.dumps(completion("Score: 10")).encode()), Content_Encoding="gzip"),
     "longer than 1048576 bytes": raw(OK + b"\r\n", b"a" * (1 << 16), forever=True),
 }
 
@@ -223,14 +223,14 @@ def test_the_second_answer_counts():
 
 
 FAULTS = {
-    "answered 500 (out of memory)": send(b"out of\n memory", 500),
-    "answered 503": send(b"", 503),
-    "answered 429 (slow down)": send(b"slow down", 429),
-    "answered 408": send(b"", 408),
-    "answered 409": send(b"", 409),
+    "returned 500 (out of memory)": send(b"out of\n memory", 500),
+    "returned 503": send(b"", 503),
+    "returned 429 (slow down)": send(b"slow down", 429),
+    "returned 408": send(b"", 408),
+    "returned 409": send(b"", 409),
     "RemoteProtocolError": raw(b""),
-    "no answer from": raw(OK + b"Content-Length: 500\r\n\r\n", b'{"choices'),
-    "no answer": raw(b"HTTP/9 what is this\r\n\r\n"),
+    "no reply from": raw(OK + b"Content-Length: 500\r\n\r\n", b'{"choices'),
+    "no reply": raw(b"HTTP/9 what is this\r\n\r\n"),
     "ProtocolError": raw(b"HTTP/1.1 200 OK\r\n", b"X-More: " + b"a" * 4000 + b"\r\n", forever=True),
 }
 
@@ -261,20 +261,20 @@ def test_a_call_ends_with_its_time(way):
     with JudgeServer(SLOW[way]) as server:
         start = time.monotonic()
         outcome, judge = ask(server, timeout=0.4, tries=2)
-        assert outcome == "no answer within 0.4 s (2 calls)" and 0.8 <= time.monotonic() - start < 2
+        assert outcome == "no reply within 0.4 s (2 calls)" and 0.8 <= time.monotonic() - start < 2
     assert judge.counts["timeouts"] == judge.counts["calls"] == 2 and judge.counts["failed"] == 1
     assert 0.8 <= judge.counts["seconds"] < 2
 
 
 REFUSALS = {400: "max_tokens", 401: "JUDGE_API_KEY", 403: "another model or key", 404: "check --judge-url",
-            413: "smaller ones", 422: "not asked again", 405: "not asked again"}
+            413: "smaller ones", 422: "not retried", 405: "not retried"}
 
 
 @pytest.mark.parametrize("status", REFUSALS)
 def test_a_refusal_is_not_repeated_and_says_what_to_do(status):
     with JudgeServer(send({"error": {"message": "bad thing"}}, status)) as server:
         outcome, judge = ask(server)
-    assert f"answered {status}" in outcome and "bad thing" in outcome and REFUSALS[status] in outcome
+    assert f"returned {status}" in outcome and "bad thing" in outcome and REFUSALS[status] in outcome
     assert server.calls == 1 and judge.counts["retries"] == 0 and judge.counts["failed"] == 1
 
 
@@ -282,7 +282,7 @@ def test_a_refusal_is_not_repeated_and_says_what_to_do(status):
 def test_redirects_are_not_followed(where):
     with JudgeServer(send(b"", 307, Location=where)) as server:
         outcome, _ = ask(server)
-    assert "answered 307: a redirect, which is not followed" in outcome and server.calls == 1
+    assert "returned 307: a redirect, which is not followed" in outcome and server.calls == 1
 
 
 def test_an_image_that_is_broken_is_an_error_of_the_data():
@@ -292,7 +292,7 @@ def test_an_image_that_is_broken_is_an_error_of_the_data():
 
 @pytest.mark.parametrize("kind", ["seconds", "capped", "nonsense"])
 def test_retry_after_is_kept_to(kind, monkeypatch):
-    monkeypatch.setattr(J, "MAX_WAIT_S", 0.5 if kind == "capped" else 3.0)
+    monkeypatch.setattr(J, "MAX_BACKOFF_S", 0.5 if kind == "capped" else 3.0)
     header = {"seconds": "0.7", "capped": "86400", "nonsense": "soon"}[kind]
     with JudgeServer(send(b"", 429, Retry_After=header), say("Score: 2")) as server:
         assert ask(server)[0] == 0.2
@@ -303,16 +303,16 @@ def test_retry_after_is_kept_to(kind, monkeypatch):
 
 def test_retry_after_is_never_negative_nor_an_error():
     for header in ("", "-5", "nan", "inf", "1e9", "Thu, 01 Jan 1970 00:00:00 GMT", "1" * 5000, "99 Foo 1"):
-        assert J.retry_after(header) == 0.0
+        assert J.parse_retry_after(header) == 0.0
 
 
 def test_waits_grow(monkeypatch):
     monkeypatch.undo()
     for failed in range(1, 12):
         middle = min(0.5 * 2 ** (failed - 1), 40)
-        assert 0.5 * middle <= J.wait_s(failed, 0.0) <= 1.5 * middle <= 60
-    assert J.wait_s(1, 7.0) == 7.0 and J.wait_s(1, 1e9) == 60.0
-    assert len({J.wait_s(1, 0.0) for _ in range(8)}) == 8
+        assert 0.5 * middle <= J.backoff_seconds(failed, 0.0) <= 1.5 * middle <= 60
+    assert J.backoff_seconds(1, 7.0) == 7.0 and J.backoff_seconds(1, 1e9) == 60.0
+    assert len({J.backoff_seconds(1, 0.0) for _ in range(8)}) == 8
 
 
 # --- many at a time ---------------------------------------------------------------------------------------------------
@@ -348,10 +348,10 @@ def test_equal_questions_are_asked_once():
         judge = Judge(server.url, options())
         assert many(judge, ["same"] * 8 + ["other"], ["same"]) == [0.5] * 10
         assert server.calls == 2 and judge.counts["cached"] == 8
-        rows = [example(truth="4"), example("<image>How?"), example(images=[png(square(3))])]
+        rows = [example(truth="4"), example("<image>How?"), example(images=[encode_png(square(3))])]
         rows.append(example("How?", images=[]))
-        keys = {judge.question("same", row)[0] for row in (example(), *rows)}
-        keys.add(Judge(server.url, options(model="other")).question("same", example())[0])
+        keys = {judge._build_request("same", row)[0] for row in (example(), *rows)}
+        keys.add(Judge(server.url, options(model="other"))._build_request("same", example())[0])
         assert len(keys) == 6
     with JudgeServer(send(b"", 400), say("Score: 1")) as server:
         failing = Judge(server.url, options(tries=1))
@@ -484,8 +484,8 @@ def test_bad_options_are_refused_in_one_line(pair, told):
 
 
 @pytest.mark.parametrize("text,told", [
-    ("{response} {answer} {reference} Score:", "unknown {answer}, {reference}; it may hold {question}, {truth}"),
-    ("{question} Score:", "must hold {response}"),
+    ("{response} {answer} {reference} Score:", "unknown {answer}, {reference}; it may contain {question}, {truth}"),
+    ("{question} Score:", "must contain {response}"),
     ("{response}", "must ask for a last line `Score: N`"),
     (b"\xff{response} Score:", "cannot be read as UTF-8"),
 ])  # fmt: skip
@@ -499,27 +499,27 @@ def test_bad_templates_are_refused(text, told, tmp_path):
 
 def test_the_model_is_asked_for_before_the_run():
     with JudgeServer(say("Score: 1")) as server:
-        assert J.find_model(server.url, JudgeOptions()) == JudgeOptions(model="toy-judge")
-        assert J.find_model(server.url + "/v1/", JudgeOptions(model="mine")).model == "mine"
+        assert J.resolve_model_name(server.url, JudgeOptions()) == JudgeOptions(model="toy-judge")
+        assert J.resolve_model_name(server.url + "/v1/", JudgeOptions(model="mine")).model == "mine"
         assert [asked["path"] for asked in server.asked] == ["/v1/models"] * 2
     with JudgeServer(models=send(b"no such path", 404)) as server:
-        assert J.find_model(server.url, JudgeOptions(model="mine")).model == "mine"
+        assert J.resolve_model_name(server.url, JudgeOptions(model="mine")).model == "mine"
     refused = {
         "404.*check --judge-url": send(b"", 404),
         "401.*JUDGE_API_KEY": send(b"", 401),
         "lists no model; name one with --judge model=NAME": send({"data": []}),
         "lists no model": send({"data": [{"id": 7}]}),
-        "is no JSON": send(b"hello"),
-        "answered 500": send(b"", 500),
-        "no answer within 0.3 s": hang,
+        "is not JSON": send(b"hello"),
+        "returned 500": send(b"", 500),
+        "no reply within 0.3 s": hang,
     }
     for told, act in refused.items():
         with JudgeServer(models=act) as server, pytest.raises(UserError, match=f"--judge-url http.*{told}"):
-            J.find_model(server.url, JudgeOptions(timeout=0.3))
+            J.resolve_model_name(server.url, JudgeOptions(timeout=0.3))
     with JudgeServer() as server:
         url = server.url
-    with pytest.raises(UserError, match="no answer from .*ConnectError"):
-        J.find_model(url, JudgeOptions(model="named"))
+    with pytest.raises(UserError, match="no reply from .*ConnectError"):
+        J.resolve_model_name(url, JudgeOptions(model="named"))
 
 
 def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch):
@@ -569,16 +569,16 @@ def test_the_key_is_nowhere(monkeypatch, capfd, tmp_path):
                 assert server.asked[-1]["headers"]["Authorization"] == f"Bearer {KEY}"
                 texts.append(repr((judge, judge.options, judge.counts)))
                 try:
-                    texts.append(J.find_model(server.url, JudgeOptions()).model)
+                    texts.append(J.resolve_model_name(server.url, JudgeOptions()).model)
                 except UserError as error:
                     texts.append("".join(traceback.format_exception(error)))
     finally:
         root.removeHandler(handler)
     with JudgeServer(models=send({"data": [{"id": KEY}]})) as server, pytest.raises(UserError) as caught:
-        J.find_model(server.url, JudgeOptions())
+        J.resolve_model_name(server.url, JudgeOptions())
     texts += [str(caught.value), log.getvalue(), *capfd.readouterr(), *(p.read_text() for p in tmp_path.iterdir())]
     everything = "\n".join(texts).casefold()
-    assert len(texts) > 40 and "its text is left out" in everything and "asked" in everything
+    assert len(texts) > 40 and "its text is omitted" in everything and "asked" in everything
     found = [KEY[i : i + 6] for i in range(len(KEY) - 5) if KEY[i : i + 6].casefold() in everything]
     assert not found
 
@@ -587,7 +587,7 @@ def test_the_key_is_nowhere(monkeypatch, capfd, tmp_path):
 def test_a_key_that_no_header_can_hold_is_refused(key, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", key)
     for make in (lambda: Judge("http://localhost", options()), lambda: judge_options([])):
-        with pytest.raises(UserError, match="key in the environment holds blanks") as caught:
+        with pytest.raises(UserError, match="key in the environment contains blanks") as caught:
             make()
         assert key not in str(caught.value)
 
@@ -608,7 +608,7 @@ def test_the_page_has_every_setting_and_every_count():
              "images": "`on`", "key_env": "`JUDGE_API_KEY`"}
     default = JudgeOptions()
     assert table == {f.name: shown.get(f.name) or f"{getattr(default, f.name):g}" for f in fields(JudgeOptions)}
-    assert {f"judge/{name}" for name in J.COUNTS} == set(re.findall(r"`(judge/[a-z_]+)`", PAGE))
+    assert {f"judge/{name}" for name in J.COUNTER_NAMES} == set(re.findall(r"`(judge/[a-z_]+)`", PAGE))
     assert J.TEMPLATE.exists() and J.read_template(str(J.TEMPLATE))
 
 

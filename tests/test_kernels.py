@@ -137,7 +137,7 @@ def test_certain_rows_have_no_entropy_and_no_gradient(kernel, monkeypatch):
     weight[7, 0] = 1.0
     hidden.requires_grad_()
     targets = torch.tensor([7, 7, 3], device=DEVICE)
-    head = kernels.HEADS[kernel](hidden, weight, targets, 1.0, None, (False, False))
+    head = kernels.HEAD_CLASSES[kernel](hidden, weight, targets, 1.0, None, (False, False))
     assert len(head.blocks()) == (3 if DEVICE.type == "cpu" else 1)
     logp, entropy = linear_logprob(hidden, weight, targets, kernel=kernel)
     assert logp.tolist() == pytest.approx([0.0, 0.0, -300.0]) and entropy.tolist() == [0.0, 0.0, 0.0]
@@ -235,7 +235,7 @@ def test_bfloat16_inputs_are_ten_times_closer_than_bfloat16_logits(large):
 
 def policy_loss_of(kl_coef=0.0, **settings):
     """Off policy unless told otherwise."""
-    return PolicyLoss(Algorithm(**{"epochs": 2, "kl_coef": kl_coef} | settings), kl_coef)
+    return PolicyLoss(Algorithm(**{"update_epochs": 2, "kl_coef": kl_coef} | settings), kl_coef)
 
 
 LOSSES = {
@@ -246,7 +246,7 @@ LOSSES = {
     "sapo, k3": policy_loss_of(loss="sapo", kl="k3", kl_coef=0.4),
     "reinforce, entropy": policy_loss_of(loss="reinforce", entropy_coef=-0.1),
     "clip, tis": policy_loss_of(kl="k3", kl_coef=0.3, tis_cap=1.1),
-    "reinforce, tis mask": policy_loss_of(loss="reinforce", tis_cap=1.2, tis_mask="0.9,1.15", entropy_coef=0.1),
+    "reinforce, tis mask": policy_loss_of(loss="reinforce", tis_cap=1.2, ratio_mask="0.9,1.15", entropy_coef=0.1),
     "gspo": policy_loss_of(loss="gspo", clip_low=0.05, clip_high=0.05, entropy_coef=0.1),
 }
 
@@ -285,7 +285,7 @@ EACH_LOSS += [("triton", name) for name in ("clip", "clip, k1, entropy", "reinfo
 def test_fused_loss_and_gradients_equal_float64(name, kernel, temperature, ban, on_policy, monkeypatch):
     loss, (n, v) = LOSSES[name], (39, 333)
     if on_policy:
-        loss = replace(loss, algo=replace(loss.algo, epochs=1))
+        loss = replace(loss, algo=replace(loss.algo, update_epochs=1))
     small_blocks(monkeypatch, 7, v)
     hidden, weight, targets, *_ = case(n, 16, v, scale=2.0)
     banned = torch.tensor([v - 1, v - 3], device=DEVICE) if ban else None
@@ -319,14 +319,14 @@ def test_rows_without_gradient_are_left_out_of_the_products(kernel, monkeypatch)
     share = torch.ones(40, device=DEVICE)
     share[torch.tensor([0, 1, 5, 15, *range(16, 32), 38])] = 0.0
     rows = []
-    product = kernels._product
+    product = kernels._matmul
 
     def counting(out, a, b, add=False):
         if add:  # of a gradient
             rows.append(len(b))
         product(out, a, b, add)
 
-    monkeypatch.setattr(kernels, "_product", counting)
+    monkeypatch.setattr(kernels, "_matmul", counting)
     weight.requires_grad_()
     results = []
     for keep in (slice(None), share > 0):
@@ -350,13 +350,13 @@ def test_what_is_frozen_costs_no_product(train_hidden, train_weight, kernel, mon
     tokens = tokens_of(advantage)
     fused_policy_loss(*want, targets, PolicyLoss(Algorithm()), tokens, kernel=kernel)[0].backward()
     products = []
-    product = kernels._product
+    product = kernels._matmul
 
     def counting(out, a, b, add=False):
         products.append(out.shape)
         product(out, a, b, add)
 
-    monkeypatch.setattr(kernels, "_product", counting)
+    monkeypatch.setattr(kernels, "_matmul", counting)
     x, w = hidden.clone().requires_grad_(train_hidden), weight.clone().requires_grad_(train_weight)
     total = fused_policy_loss(x, w, targets, PolicyLoss(Algorithm()), tokens, kernel=kernel)[0]
     tiles = 2 * (3 if kernel == "torch" else 1)  # blocks times tiles
@@ -476,7 +476,7 @@ def test_a_new_loss_trains_under_every_kernel(loss, kernel, monkeypatch):
 
 def test_a_loss_that_couples_tokens_gets_as_many_whole_rollouts_as_fit_into_a_block():
     blocks = [slice(start, min(start + 7, 39)) for start in range(0, 39, 7)]
-    groups = kernels._groups(SquaredMean(), columns(torch.zeros(39)), blocks)
+    groups = kernels._row_groups(SquaredMean(), columns(torch.zeros(39)), blocks)
     assert [(group.start, group.stop) for group in groups] == [(0, 3), (3, 12), (12, 17), (17, 34), (34, 39)]
 
 
@@ -485,7 +485,7 @@ def test_a_loss_that_couples_tokens_refuses_rollouts_whose_tokens_do_not_stand_t
     hidden, weight, targets, *_ = case(4, 8, 50)
     tokens = tokens_of(torch.ones(4), rollout=torch.tensor([0, 1, 0, 1]))
     tokens.old_logps = torch.zeros(4)
-    with pytest.raises(AssertionError, match="the rows of a rollout do not stand together"):
+    with pytest.raises(AssertionError, match="the rows of a rollout are not contiguous"):
         fused_policy_loss(hidden, weight, targets, SquaredMean(), tokens)
 
 
@@ -532,7 +532,7 @@ def test_kernels_are_chosen_once_and_refused_where_they_cannot_run(monkeypatch):
     assert resolve_kernel("auto", cpu) == "torch" and resolve_kernel("auto", torch.device("cuda")) == "triton"
     with pytest.raises(KeyError, match="cuda"):
         linear_logprob(*case(2, 4, 7)[:3], kernel="cuda")
-    monkeypatch.setattr(kernels, "interpreted", lambda: False)
+    monkeypatch.setattr(kernels, "is_triton_interpreter", lambda: False)
     with pytest.raises(ValueError, match="--kernel triton needs a GPU"):
         resolve_kernel("triton", cpu)
     monkeypatch.setattr(kernels, "triton", None)

@@ -10,13 +10,13 @@ from PIL import Image
 import prepare_data
 import train
 from errors import UserError
-from prepare_data import DataConfig, ReadingConfig, read_examples
-from rewards.grade import check_tasks, score
+from prepare_data import DataConfig, DataFormatConfig, read_examples
+from rewards.grade import check_tasks, grade
 from tasks import vqa
-from tasks.shapes import png
+from tasks.shapes import encode_png
 
 COLOURS = ("red", "green", "blue", "black", "white", "yellow", "grey")
-PNG = {colour: {"bytes": png(Image.new("RGB", (30, 30), colour)), "path": None} for colour in COLOURS}
+PNG = {colour: {"bytes": encode_png(Image.new("RGB", (30, 30), colour)), "path": None} for colour in COLOURS}
 
 
 def table(path, rows):
@@ -30,7 +30,7 @@ def prepare(source, *flags):
 
 def prepared(tmp_path, source, file, *flags):
     prepare(source, "--input", file, "--out", tmp_path / "out.parquet", *flags)
-    examples, _ = read_examples(tmp_path / "out.parquet", ReadingConfig())
+    examples, _ = read_examples(tmp_path / "out.parquet", DataFormatConfig())
     check_tasks(examples)
     return examples
 
@@ -45,7 +45,7 @@ def colours(example):
 
 
 def is_right(example, response):
-    return score(rf"\boxed{{{response}}}", example)["accuracy"] == 1.0
+    return grade(rf"\boxed{{{response}}}", example)["accuracy"] == 1.0
 
 
 def mmmu(tmp_path):
@@ -160,12 +160,12 @@ def test_marks_are_added_where_there_are_none_and_told_once(tmp_path, capsys):
         "<image><image>Which?", "<image>Which?", "<image><image>And which?", "Last <image>?"]  # fmt: skip
     assert all(e.messages[0]["content"] == "Look." and len(list(e.images)) for e in examples)
     assert capsys.readouterr().out == (
-        "put <image> marks, one per image, in front of 2 prompts that had images and no marks\n")
+        "added <image> placeholders, one per image, at the start of 2 prompts that had images but no placeholders\n")
     rows[1]["images"] *= 2
-    with pytest.raises(UserError, match="row 1: 1 <image> marks in the prompt but 2 images; write one mark") as error:
+    with pytest.raises(UserError, match="row 1: 1 <image> placeholders in the prompt but 2 images; write one") as error:
         read_examples(table(tmp_path / "a.parquet", rows), DataConfig(data=""))
     known = {f"--{name.replace('_', '-')}" for name in train.parse_args(
-        ["--model", "m", "--data", "d", "--out", "o", "--steps", "1"]).flat()}  # fmt: skip
+        ["--model", "m", "--data", "d", "--out", "o", "--steps", "1"]).to_flags()}  # fmt: skip
     assert {word.rstrip(",.;") for word in str(error.value).split() if word.startswith("--")} <= known
 
 
@@ -177,7 +177,7 @@ def test_a_dataset_of_the_hub_is_read_as_it_is(tmp_path, capsys):
     file = table(tmp_path / "s.parquet", rows)
     found, _ = read_examples(file, DataConfig(data=str(file)))
     told = capsys.readouterr().out
-    assert f"run prepare_data.py vqa --input {file} --out" in told and "in front of 5 prompts" in told
+    assert f"run prepare_data.py vqa --input {file} --out" in told and "at the start of 5 prompts" in told
     prepare("vqa", "--input", file, "--out", tmp_path / "out.parquet")
     want, _ = read_examples(tmp_path / "out.parquet", DataConfig(data=""))
     for one, other in zip(found, want, strict=True):
@@ -192,12 +192,12 @@ def test_a_dataset_of_the_hub_is_read_as_it_is(tmp_path, capsys):
 
 def test_urls_are_not_fetched_in_training(tmp_path):
     rows = [{"image": "http://127.0.0.1:9/a.png", "question": "What?", "answer": "x"}]
-    with pytest.raises(UserError, match="training touches no network: run prepare_data.py first"):
+    with pytest.raises(UserError, match="training does not read from the network; run prepare_data.py first"):
         read_examples(table(tmp_path / "u.parquet", rows), DataConfig(data=""))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_a_text_file_is_refused_with_the_command_that_converts_it(tmp_path, kind):
     (tmp_path / f"qa.{kind}").write_text("{}\n")
-    with pytest.raises(UserError, match=rf"is no parquet file; run prepare_data.py {kind} --input .*qa.{kind} --out"):
+    with pytest.raises(UserError, match=rf"not a parquet file; run prepare_data.py {kind} --input .*qa.{kind} --out"):
         read_examples(tmp_path / f"qa.{kind}", DataConfig(data=""))

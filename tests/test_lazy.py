@@ -22,9 +22,9 @@ from test_prepare_data import BLUE, RED, encode, save, verl_row
 
 import prepare_data as pd
 from errors import UserError
-from prepare_data import Example, ReadingConfig, decode_image, write_examples
-from sources import lazy
-from sources.lazy import LazyImages
+from prepare_data import DataFormatConfig, Example, decode_image, write_examples
+from sources import lazy_images
+from sources.lazy_images import LazyImages
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,11 +32,11 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Nothing kept from another test."""
-    monkeypatch.setattr(lazy, "ROW_GROUPS", lazy.RowGroups())
+    monkeypatch.setattr(lazy_images, "ROW_GROUPS", lazy_images.RowGroups())
 
 
 def read(path, **settings) -> list[Example]:
-    return pd.read_examples(path, ReadingConfig(**settings))[0]
+    return pd.read_examples(path, DataFormatConfig(**settings))[0]
 
 
 def noise(i: int, side: int = 40) -> bytes:
@@ -54,27 +54,27 @@ def noise_file(path: Path, n: int, **kw) -> list[bytes]:
 
 def test_a_large_row_group_is_read_row_by_row(tmp_path, monkeypatch):
     """Arrow cannot hold 2 GiB of images in one array."""
-    monkeypatch.setattr(lazy, "LARGE_GROUP", 1)
+    monkeypatch.setattr(lazy_images, "LARGE_GROUP", 1)
     images = noise_file(tmp_path / "f.parquet", 9)
     examples = read(tmp_path / "f.parquet")
     assert [examples[i].images[0] for i in (8, 0, 3, 3)] == [images[i] for i in (8, 0, 3, 3)]
-    assert not lazy.ROW_GROUPS.kept
+    assert not lazy_images.ROW_GROUPS.cached
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("bound", [1, 30_000, 1 << 30])
 def test_images_are_those_of_the_rows_in_any_order(tmp_path, monkeypatch, rows, bound):
     """Whatever the size of row groups and of what is kept, in order, backwards, at random and from 4 threads."""
-    monkeypatch.setattr(lazy, "BOUND", bound)
+    monkeypatch.setattr(lazy_images, "CACHE_BYTES", bound)
     images = noise_file(tmp_path / "f.parquet", 30, row_group_size=rows)
     examples = read(tmp_path / "f.parquet")
-    assert all(isinstance(e.images, LazyImages) for e in examples) and not lazy.ROW_GROUPS.kept
+    assert all(isinstance(e.images, LazyImages) for e in examples) and not lazy_images.ROW_GROUPS.cached
     shuffled = random.Random(0).sample(range(30), 30)
     for order in (range(30), range(29, -1, -1), shuffled, [3] * 3):
         assert [examples[i].images[0] for i in order] == [images[i] for i in order]
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(lambda i: examples[i].images[-1], order)) == [images[i] for i in order]
-    kept = lazy.ROW_GROUPS.kept
+    kept = lazy_images.ROW_GROUPS.cached
     assert len(kept) == 1 or sum(group.nbytes for group in kept.values()) <= bound
     assert len(kept) == -(-30 // rows) or bound < 1 << 30
 
@@ -135,7 +135,7 @@ def test_cells_of_all_kinds_stay_where_they_are(tmp_path):
     ]
     examples = read(save(tmp_path / "f.parquet", rows))
     assert [list(e.images) for e in examples] == [[BLUE, RED], [BLUE]]
-    lazy.ROW_GROUPS.__init__()
+    lazy_images.ROW_GROUPS.__init__()
     (tmp_path / "a.png").write_bytes(BLUE)
     assert examples[0].images[0] == BLUE, "which did not change"
     with pytest.raises(UserError, match=r"f.parquet row group 0 row 0: image 1: has changed since it was checked"):
@@ -155,11 +155,11 @@ def test_a_file_that_changed_or_is_gone_is_named(tmp_path):
     for change, told in ((lambda d: d.replace(noise(1)[50:60], bytes(10)), "has changed since it was checked"),
                          (lambda d: bytes(len(d)), "cannot be read; it may have changed")):  # fmt: skip
         path.write_bytes(change(data))
-        lazy.ROW_GROUPS.__init__()
+        lazy_images.ROW_GROUPS.__init__()
         with pytest.raises(UserError, match=rf"{path} row group 0.*{told}"):
             examples[1].images[0]
     path.write_bytes(data)
-    lazy.ROW_GROUPS.__init__()
+    lazy_images.ROW_GROUPS.__init__()
     assert examples[1].images == [noise(1)] == read(path)[1].images
 
 
@@ -170,7 +170,7 @@ def test_other_rows_are_never_read_as_those_that_were_checked(tmp_path, rows):
     examples = read(path)
     pq.write_table(pq.read_table(path).take(rows), path)
     for i in (1, 2):  # another image, and no such row
-        lazy.ROW_GROUPS.__init__()
+        lazy_images.ROW_GROUPS.__init__()
         with pytest.raises(UserError, match="f.parquet row group 0 .*changed since"):
             list(examples[i].images)
 
@@ -191,7 +191,7 @@ def test_a_forked_child_reads_too(tmp_path):
     noise_file(tmp_path / "f.parquet", 4)
     code = (
         "import os, signal, sys; from prepare_data import *\n"
-        f"examples, _ = read_examples({str(tmp_path / 'f.parquet')!r}, ReadingConfig())\n"
+        f"examples, _ = read_examples({str(tmp_path / 'f.parquet')!r}, DataFormatConfig())\n"
         "first, child = examples[0].images[0], os.fork()\n"
         "if child == 0:\n"
         "    signal.alarm(20)\n"
@@ -212,7 +212,7 @@ def test_our_files_have_small_row_groups_and_pages(tmp_path, capsys, monkeypatch
         sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
     assert max(sizes) < pd.ROW_GROUP_BYTES + 300_000 and len(sizes) == 3
     assert read(tmp_path / "f.parquet") == examples and "slow" not in capsys.readouterr().out
-    monkeypatch.setattr(lazy, "LARGE_GROUP", 1 << 20)
+    monkeypatch.setattr(lazy_images, "LARGE_GROUP", 1 << 20)
     read(tmp_path / "f.parquet")
     assert re.search(
         r"f.parquet: row groups of up to \d MiB make reading its images slow; .*--input", capsys.readouterr().out
@@ -227,10 +227,10 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
     )
     write_examples(rows, tmp_path / "f.parquet")
     code = (
-        "import sys; import pyarrow as pa; from prepare_data import *; from sources import lazy\n"
-        f"examples, _ = read_examples({str(tmp_path / 'f.parquet')!r}, ReadingConfig())\n"
+        "import sys; import pyarrow as pa; from prepare_data import *; from sources import lazy_images\n"
+        f"examples, _ = read_examples({str(tmp_path / 'f.parquet')!r}, DataFormatConfig())\n"
         "checked = pa.default_memory_pool().max_memory()\n"
-        "lazy.BOUND = 2 << 20\n"
+        "lazy_images.CACHE_BYTES = 2 << 20\n"
         "assert sum(len(e.images[0]) for e in examples) > 23e6\n"
         "print(checked, pa.default_memory_pool().max_memory(), pa.total_allocated_bytes(), 'torch' in sys.modules)"
     )

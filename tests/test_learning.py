@@ -10,8 +10,8 @@ import pytest
 from test_train import ROOT, run, write_parquet
 
 from model import Processor
-from prepare_data import ReadingConfig, read_examples
-from rewards.order import batch_of
+from prepare_data import DataFormatConfig, read_examples
+from rewards.order import shuffled_batch
 from rollout import make_prompts
 from tasks.shapes import shapes_rows
 
@@ -30,10 +30,10 @@ def test_both_sides_are_asked_the_same_from_the_same_start(toys, tmp_path):
 
     ours, theirs = (json.loads((folder / side / "curve.json").read_text()) for side in ("ours", "trl"))
     assert ours[0]["accuracy"] == theirs[0]["accuracy"]
-    examples, _ = read_examples(str(folder / "train.parquet"), ReadingConfig())
+    examples, _ = read_examples(str(folder / "train.parquet"), DataFormatConfig())
     processor = Processor(str(folder / "start"))
     for step in (1, 2):
-        prompts = make_prompts([examples[i] for i in batch_of(step - 1, 12, 3, seed=3)], processor)
+        prompts = make_prompts([examples[i] for i in shuffled_batch(step - 1, 12, 3, seed=3)], processor)
         asked = hashlib.sha1(json.dumps([[p.uid, p.token_ids] for p in prompts]).encode()).hexdigest()
         for rows in (ours, theirs):
             assert rows[step]["prompts"] == asked

@@ -90,8 +90,8 @@ def test_experts_in_one_tensor_either_way_round(toys, tmp_path):
             tensors | {name: tensors[name][:3].contiguous()}, out / "model.safetensors", metadata={"format": "pt"}
         )
         shapes = {n: list(p.shape) for n, p in hf.named_parameters()}
-        with pytest.raises(ValueError, match="experts.down_proj has shape .3, 64, 48.*the config asks .4, 64, 48"):
-            loading.find_stored(hf, str(out), shapes)
+        with pytest.raises(ValueError, match="experts.down_proj has shape .3, 64, 48.*needs .4, 64, 48"):
+            loading.match_parameters(hf, str(out), shapes)
 
 
 def test_a_missing_expert_is_named(toys, tmp_path):
@@ -99,16 +99,19 @@ def test_a_missing_expert_is_named(toys, tmp_path):
     shutil.copytree(toys["qwen3_5_moe"], out)
     tensors = load_file(out / "model.safetensors")
     shapes = {n: list(p.shape) for n, p in hf.named_parameters()}
-    assert len(loading.find_stored(hf, str(out), shapes)["model.language_model.layers.0.mlp.experts.gate_up_proj"]) == 8
+    assert (
+        len(loading.match_parameters(hf, str(out), shapes)["model.language_model.layers.0.mlp.experts.gate_up_proj"])
+        == 8
+    )
     del tensors["model.language_model.layers.0.mlp.experts.2.up_proj.weight"]
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="1 tensors are missing or cut: .*layers.0.mlp.experts.gate_up_proj"):
-        loading.find_stored(hf, str(out), shapes)
+        loading.match_parameters(hf, str(out), shapes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_built_without_weights_is_the_same_model(family, toys):
-    ours, theirs = loading.meta_hf(str(toys[family])), M.load_hf(str(toys[family]))
+    ours, theirs = loading.build_meta_model(str(toys[family])), M.load_hf(str(toys[family]))
     names = [n for n, p in ours.named_parameters()]
     assert names == [n for n, _ in theirs.named_parameters()] and all(p.is_meta for p in ours.parameters())
     buffers = dict(theirs.named_buffers())
@@ -135,11 +138,11 @@ def test_damaged_and_missing_files_are_named(toys, tmp_path):
     ]:
         file.write_bytes(content)
         with pytest.raises(
-            UserError, match=f"model-00002-of-00003.safetensors: truncated, damaged or no safetensors.*{words}"
+            UserError, match=f"model-00002-of-00003.safetensors: truncated, damaged or not a safetensors.*{words}"
         ):
-            loading.find_stored(hf, str(folder), shapes)
+            loading.match_parameters(hf, str(folder), shapes)
     file.unlink()
-    with pytest.raises(UserError, match="1 of 3 files of weights are missing: .'model-00002-of-00003"):
+    with pytest.raises(UserError, match="1 of 3 weight files are missing: .'model-00002-of-00003"):
         loading.weight_files(str(folder))
     save_file({"model.norm.weight": torch.ones(64)}, file)
     done = run([*TORCHRUN, 1, "tests/load_worker.py", folder, tmp_path / "out.json", toys["qwen2_5_vl"]], check=False)
@@ -148,4 +151,4 @@ def test_damaged_and_missing_files_are_named(toys, tmp_path):
     with pytest.raises(
         UserError, match="model-00002.*: model.norm.weight is of dtype F8_E4M3, not .*: quantised"
     ):
-        loading.find_stored(hf, str(folder), shapes)
+        loading.match_parameters(hf, str(folder), shapes)

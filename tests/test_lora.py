@@ -13,13 +13,13 @@ from test_train import TORCHRUN, flags, rows, run, shapes  # noqa: F401
 import merge_lora
 import model as M
 import parallel.sharding as sharding
-from layers.lora import Lora, add_lora, lora_layers, read_adapter, write_adapter
+from layers.lora import LoraConfig, add_lora, find_lora_layers, read_adapter, write_adapter
 from layers.lora import merge_lora as merge_adapters
 
 
 def logits(hf, processor, picture):
-    image = processor.image("a", picture(84, 84))
-    ids = torch.tensor([processor.encode([{"role": "user", "content": "<image>What?"}], [image])])
+    image = processor.image_to_patches("a", picture(84, 84))
+    ids = torch.tensor([processor.tokenize_prompt([{"role": "user", "content": "<image>What?"}], [image])])
     hf.eval()
     with torch.no_grad():
         return hf(input_ids=ids, pixel_values=image.pixel_values(), image_grid_thw=torch.tensor([image.grid_thw]),
@@ -28,9 +28,9 @@ def logits(hf, processor, picture):
 
 def adapted(path, **more):
     """A model with adapters that do something."""
-    hf = add_lora(M.load_hf(str(path)), Lora(4, 6.0, **more))
+    hf = add_lora(M.load_hf(str(path)), LoraConfig(4, 6.0, **more))
     generator = torch.Generator().manual_seed(1)
-    for layer in lora_layers(hf).values():
+    for layer in find_lora_layers(hf).values():
         layer.lora_B.data.normal_(0, 0.05, generator=generator)
     return hf
 
@@ -51,33 +51,35 @@ def test_peft_reads_ours_and_we_read_pefts(family, toys, loaded, picture, tmp_pa
     torch.testing.assert_close(logits(wrapped, processor, picture), want, rtol=0, atol=1e-5)
     wrapped.save_pretrained(tmp_path / "theirs")
     again = read_adapter(M.load_hf(str(path)), tmp_path / "theirs", str(path))
-    assert lora_layers(again).keys() == lora_layers(ours).keys()
+    assert find_lora_layers(again).keys() == find_lora_layers(ours).keys()
     assert torch.equal(logits(again, processor, picture), want)
     for off, expected in ((True, plain), (False, want)):
-        for layer in lora_layers(again).values():
+        for layer in find_lora_layers(again).values():
             layer.off = off
         # recurrent layers add up in an order that differs now and then
         torch.testing.assert_close(logits(again, processor, picture), expected, rtol=0, atol=1e-6)
-    sent = dict(sharding.full_parameters(M.Policy(again, processor), trainable_only=True))  # what an engine gets
-    assert sent.keys() == {f"{name}.weight" for name in lora_layers(ours)}
+    sent = dict(sharding.FullParameters(M.Policy(again, processor), trainable_only=True))  # what an engine gets
+    assert sent.keys() == {f"{name}.weight" for name in find_lora_layers(ours)}
     engine = M.load_hf(str(path))
     for name, parameter in engine.named_parameters():
         parameter.data.copy_(sent.get(name, parameter.data))
     torch.testing.assert_close(logits(engine, processor, picture), want, rtol=0, atol=1e-5)
     torch.testing.assert_close(logits(merge_adapters(again), processor, picture), want, rtol=0, atol=1e-5)
-    assert not lora_layers(again)
+    assert not find_lora_layers(again)
 
 
 def test_language_only_unless_asked_and_only_adapters_train(toys, loaded):
-    hf = add_lora(M.load_hf(str(toys["qwen2_5_vl"])), Lora(2, 4.0, targets=("q_proj", "up_proj")))
-    assert {n.rsplit(".", 1)[-1] for n in lora_layers(hf)} == {"q_proj", "up_proj"} and len(lora_layers(hf)) == 4
+    hf = add_lora(M.load_hf(str(toys["qwen2_5_vl"])), LoraConfig(2, 4.0, targets=("q_proj", "up_proj")))
+    assert {n.rsplit(".", 1)[-1] for n in find_lora_layers(hf)} == {"q_proj", "up_proj"} and len(
+        find_lora_layers(hf)
+    ) == 4
     policy = M.Policy(hf, loaded["qwen2_5_vl"][1])
     assert all((".lora_" in n) == p.requires_grad for n, p in policy.named_parameters())
-    whole = lora_layers(add_lora(M.load_hf(str(toys["qwen2_5_vl"])), Lora(2, 4.0)))
+    whole = find_lora_layers(add_lora(M.load_hf(str(toys["qwen2_5_vl"])), LoraConfig(2, 4.0)))
     assert len(whole) == 14 and all(name.startswith("model.language_model.layers.") for name in whole)
     assert all(layer.lora_B.abs().max() == 0 for layer in whole.values())
     with pytest.raises(ValueError, match="--lora-targets gate: no such linear layers; .* have down_proj, gate_proj"):
-        add_lora(M.load_hf(str(toys["qwen2_5_vl"])), Lora(2, 4.0, targets=("gate", "q_proj")))
+        add_lora(M.load_hf(str(toys["qwen2_5_vl"])), LoraConfig(2, 4.0, targets=("gate", "q_proj")))
 
 
 def test_adapters_of_other_bases_and_damaged_files_are_named(toys, tmp_path):
@@ -94,13 +96,13 @@ def test_adapters_of_other_bases_and_damaged_files_are_named(toys, tmp_path):
     for changed, words in [
         (
             {**tensors, key: torch.zeros(4, 65)},
-            r"up_proj.lora_A.weight has shape \(4, 65\), and \(4, 64\) is needed",
+            r"up_proj.lora_A.weight has shape \(4, 65\), but must have \(4, 64\)",
         ),
         (
             {k: v for k, v in tensors.items() if k != key},
-            r"layers.0.mlp.up_proj.lora_A.weight has shape None, and \(4, 64\) is needed",
+            r"layers.0.mlp.up_proj.lora_A.weight has shape None, but must have \(4, 64\)",
         ),
-        ({k.replace("layers.1", "layers.7"): v for k, v in tensors.items()}, "layers.7.* and None is needed"),
+        ({k.replace("layers.1", "layers.7"): v for k, v in tensors.items()}, "layers.7.* but must have None"),
     ]:
         save_file(changed, tmp_path / "adapter_model.safetensors")
         with pytest.raises(ValueError, match=words):
@@ -132,7 +134,9 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_pa
         [{k: v for k, v in row.items() if k[:5] not in ("time/", "perf/")} for row in of] for of in (whole, again)
     ]
     assert timeless[0] == timeless[1]
-    assert whole[0]["policy/kl_ref"] == 0.0 < whole[1]["policy/kl_ref"] and whole[1]["rollout/max_abs_dlogp"] < 1
+    assert (
+        whole[0]["policy/kl_ref"] == 0.0 < whole[1]["policy/kl_ref"] and whole[1]["mismatch/max_abs_logprob_diff"] < 1
+    )
     more[1] = 8
     done = run(
         [
@@ -142,7 +146,7 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_pa
         ],
         check=False,
     )
-    assert done.returncode == 1 and "it holds lora_rank_4, vision; asked for is lora_rank_8, vision" in done.stderr
+    assert done.returncode == 1 and "holds lora_rank_4, vision, but this run needs lora_rank_8, vision" in done.stderr
     more[1] = 4  # and on one process instead of two
     run(
         [
@@ -161,10 +165,11 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_pa
         merge_lora.main(merge_lora.parse_args([str(tmp_path / "a"), "--out", str(tmp_path / out), *extra]))
     merge_lora.main(merge_lora.parse_args([str(tmp_path / "adapter"), "--out", str(tmp_path / "back")]))
     processor = loaded["qwen2_5_vl"][1]
-    got = [merge_lora.probe_logprobs(M.load_hf(str(tmp_path / out)), processor) for out in ("hf", "back")]
+    got = [merge_lora.compute_probe_logprobs(M.load_hf(str(tmp_path / out)), processor) for out in ("hf", "back")]
     assert (
         torch.equal(*got)
-        and (got[0] - merge_lora.probe_logprobs(M.load_hf(str(toys["qwen2_5_vl"])), processor)).abs().max() > 1e-3
+        and (got[0] - merge_lora.compute_probe_logprobs(M.load_hf(str(toys["qwen2_5_vl"])), processor)).abs().max()
+        > 1e-3
     )
     done = run([sys.executable, "merge_lora.py", toys["qwen2_5_vl"], "--out", tmp_path / "no"], check=False)
     assert done.returncode == 1 and "nor a PEFT adapter" in done.stderr

@@ -21,9 +21,9 @@ from layers import lora
 
 def adapter(path, folder, rank, alpha, std, seed=0, vision=True):
     """A PEFT adapter with random weights, as training leaves them."""
-    hf = lora.add_lora(M.load_hf(str(path)), lora.Lora(rank, alpha, vision=vision, seed=seed))
+    hf = lora.add_lora(M.load_hf(str(path)), lora.LoraConfig(rank, alpha, vision=vision, seed=seed))
     generator = torch.Generator().manual_seed(seed)
-    for layer in lora.lora_layers(hf).values():
+    for layer in lora.find_lora_layers(hf).values():
         layer.lora_B.data.normal_(generator=generator).mul_(std)
     lora.write_adapter(hf, str(path), folder)
     return folder
@@ -85,7 +85,7 @@ def faulty(fault):
     """merge_lora with one layer's adapter forgotten, at half its weight, transposed or swapped with its neighbour's."""
 
     def broken_merge(hf):
-        layers = list(lora.lora_layers(hf).values())
+        layers = list(lora.find_lora_layers(hf).values())
         layer, other = layers[0], layers[7]  # q_proj, square, of two blocks
         assert layer.weight.shape == other.weight.shape == layer.weight.T.shape
         if fault == "forgotten":
@@ -192,7 +192,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(more, toys, tmp_path, monkey
 
 def test_a_folder_that_must_not_be_written_to_is_found_before_the_model_is_read(toys, tmp_path, monkeypatch):
     source = adapter(toys["qwen2_5_vl"], tmp_path / "adapter", 4, 8.0, 1e-2)
-    monkeypatch.setattr(G, "load_trained", lambda *_, **__: pytest.fail("read the model first"))
+    monkeypatch.setattr(G, "load_model_or_checkpoint", lambda *_, **__: pytest.fail("read the model first"))
     refused = "/sys/no" if os.geteuid() == 0 else "/no"  # /sys: nobody makes files there
     with pytest.raises(ValueError, match=f"--out {refused}: .* cannot be written"):
         merge(source, refused)

@@ -9,7 +9,7 @@ from prepare_data import Example
 from report.metrics import rollout_metrics
 from rollout import GroupPool, Prompt, Rollout, RolloutConfig
 from train import parse_args
-from utils import Context
+from utils import DistContext
 
 
 def rollout(uid, source, kind, images, **rewards):
@@ -21,7 +21,7 @@ def rollout(uid, source, kind, images, **rewards):
 
 def pool_of(algo, rollouts):
     cfg = RolloutConfig(prompts_per_step=len(rollouts) // 2)
-    pool = GroupPool(algo, cfg, 0, Context(0, 1, torch.device("cpu")))
+    pool = GroupPool(algo, cfg, 0, DistContext(0, 1, torch.device("cpu")))
     pool.add(rollouts, [r.rewards or None for r in rollouts])
     return pool
 
@@ -38,23 +38,23 @@ def test_rewards_are_told_by_task_type_and_number_of_images():
     metrics = rollout_metrics(pool, {})
     expected = {
         "reward/mean": (0.9 + 0.1 + 1.0 + 0.4 + 0.8) / 5, "reward/accuracy": 2 / 3,
-        "reward/shapes/accuracy": 2 / 3, "reward/shapes/reward": 2.0 / 3, "reward/shapes/type=count": 1.0,
-        "reward/shapes/type=angle": 0.5, "reward/caption/cider": 3.0, "reward/caption/image_1": 0.75,
-        "reward/images=1": 2 / 3, "reward/images=2": 0.6,
+        "reward/shapes/accuracy": 2 / 3, "reward/shapes/reward": 2.0 / 3, "accuracy/shapes/type=count": 1.0,
+        "accuracy/shapes/type=angle": 0.5, "reward/caption/cider": 3.0, "reward/caption/image_1": 0.75,
+        "accuracy/images=1": 2 / 3, "accuracy/images=2": 0.6,
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert not any(name.startswith("reward/caption/type") for name in metrics)
-    assert pool.solved == pytest.approx({"a": 1.0, "b": 0.5, "c": 0.6})
+    assert pool.mean_accuracy == pytest.approx({"a": 1.0, "b": 0.5, "c": 0.6})
 
 
 def test_a_group_whose_rewards_all_failed_says_nothing():
-    algo = SimpleNamespace(group_size=2, sample_rounds=1, truncated="keep")
+    algo = SimpleNamespace(group_size=2, max_gen_batches=1, truncated="keep")
     pool = pool_of(algo, [rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
-    assert pool.solved == {} and not any("shapes" in name for name in rollout_metrics(pool, {}))
+    assert pool.mean_accuracy == {} and not any("shapes" in name for name in rollout_metrics(pool, {}))
 
 
 def test_a_mean_of_nothing_is_left_out():
-    algo = SimpleNamespace(group_size=2, sample_rounds=1, truncated="keep")
+    algo = SimpleNamespace(group_size=2, max_gen_batches=1, truncated="keep")
     pool = pool_of(algo, [rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
     metrics = rollout_metrics(pool, {})
     assert "reward/mean" not in metrics and metrics["rollout/responses"] == metrics["rollout/tokens"] == 2

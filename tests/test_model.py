@@ -22,8 +22,8 @@ import parallel.sharding as sharding
 from errors import UserError
 from grpo import Algorithm, PolicyLoss
 from layers.attention import PackedAttention, block_mask, resolve_attention
-from layers.lora import Lora, add_lora, lora_layers
-from packing import Packer, token_batch
+from layers.lora import LoraConfig, add_lora, find_lora_layers
+from packing import Packer, make_token_batch
 from rollout import Prompt, Rollout
 
 QUESTION = "What is this odd thing, and why? "
@@ -31,7 +31,7 @@ QUESTION = "What is this odd thing, and why? "
 
 def make_group(processor, images, responses, uid):
     """Rollouts of one prompt."""
-    ids = processor.encode([{"role": "user", "content": "<image>" * len(images) + QUESTION}], images)
+    ids = processor.tokenize_prompt([{"role": "user", "content": "<image>" * len(images) + QUESTION}], images)
     prompt = Prompt(uid, ids, images, None, [])
     rollouts = []
     for i, response in enumerate(responses):
@@ -69,7 +69,7 @@ def groups_of(picture):
 
     def make(processor):
         sizes = [(84, 84), (60, 97), (130, 56), (84, 84)]
-        images = [processor.image(f"i{k}", picture(*size, seed=k)) for k, size in enumerate(sizes)]
+        images = [processor.image_to_patches(f"i{k}", picture(*size, seed=k)) for k, size in enumerate(sizes)]
         g = torch.Generator().manual_seed(1)
         responses = []
         for lengths in ([1, 7, 12], [5, 1], [3, 9, 2, 4]):
@@ -101,7 +101,7 @@ def test_packed_equals_separate(family, budget, loaded, rollouts_of, toys, monke
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     policy = M.Policy(hf, processor, "all")
     rollouts = rollouts_of(processor)
-    tokens = token_batch(rollouts)
+    tokens = make_token_batch(rollouts)
     micros = Packer(budget, processor.image_token_id).pack(rollouts)
     assert (len(micros) > 1) == (budget == 105) and all(m.n_tokens <= budget for m in micros)
     policy.zero_grad()
@@ -135,11 +135,11 @@ def test_random_groups_equal_separate_forwards(data, loaded, picture):
     rollouts = []
     for uid in "abc"[: data.draw(st.integers(1, 3))]:
         sizes = data.draw(st.lists(st.sampled_from([(84, 84), (60, 97), (130, 56)]), max_size=3))
-        images = [processor.image(f"{uid}{k}", picture(*size, seed=k)) for k, size in enumerate(sizes)]
+        images = [processor.image_to_patches(f"{uid}{k}", picture(*size, seed=k)) for k, size in enumerate(sizes)]
         responses = data.draw(st.lists(st.lists(st.integers(20, 22), min_size=1, max_size=7), min_size=1, max_size=4))
         rollouts += make_group(processor, images, responses, uid)
     policy = M.Policy(hf, processor)
-    tokens = token_batch(rollouts)
+    tokens = make_token_batch(rollouts)
     longest = max(len(r.prompt.token_ids) + len(r.response) - 1 for r in rollouts)
     packer = Packer(longest + data.draw(st.integers(0, 60)), processor.image_token_id, share=data.draw(st.booleans()))
     with torch.no_grad():
@@ -159,11 +159,11 @@ def test_a_response_sees_its_own_prompt_only(loaded, groups_of):
     with torch.no_grad():
         alone = policy(one_micro(b, processor)).logp_K
         together = one_micro(a + b + c, processor)
-        rollout_K = token_batch(a + b + c)[together.token_index_K].rollout
+        rollout_K = make_token_batch(a + b + c)[together.token_index_K].rollout
         of_b = (rollout_K >= len(a)) & (rollout_K < len(a) + len(b))
         torch.testing.assert_close(alone, policy(together).logp_K[of_b], rtol=0, atol=2e-6)
         image = b[0].prompt.images[0]
-        blank = processor.image("blank", Image.new("RGB", image.image.size))
+        blank = processor.image_to_patches("blank", Image.new("RGB", image.image.size))
         unseen = policy(one_micro(make_group(processor, [blank], [r.response for r in b], "b"), processor)).logp_K
     assert (alone - unseen).abs().max() > 1e-3
 
@@ -172,9 +172,9 @@ def test_an_image_in_a_later_turn_shares_what_comes_before_it(loaded, picture):
     """Rollouts share prompt and first turn, then see different images: what they share ends within a turn."""
     hf, processor = loaded["qwen3_vl"]
     policy = M.Policy(hf, processor)
-    first, left, right = (processor.image(str(k), picture(84, 84, seed=k)) for k in range(3))
-    ids = processor.encode([{"role": "user", "content": "<image>look"}], [first])
-    again = processor.encode([{"role": "user", "content": "<image>and now?"}], [left])
+    first, left, right = (processor.image_to_patches(str(k), picture(84, 84, seed=k)) for k in range(3))
+    ids = processor.tokenize_prompt([{"role": "user", "content": "<image>look"}], [first])
+    again = processor.tokenize_prompt([{"role": "user", "content": "<image>and now?"}], [left])
     turn, answers = [5, 6, 7, 8], [[9, 10, 11], [9, 10, 12]]
     rollouts = []
     for image, answer in [(left, answers[0]), (left, answers[1]), (right, answers[0])]:
@@ -185,10 +185,10 @@ def test_an_image_in_a_later_turn_shares_what_comes_before_it(loaded, picture):
     # all up to the second image once, what follows once per image, and of each answer all but the last token
     before_image = again.index(processor.image_token_id)
     assert micro.n_tokens == len(ids) + 4 + before_image + 2 * (len(again) - before_image + 2)
-    assert len(micro.runs) == 2 and len(micro.images) == 3
+    assert len(micro.segments) == 2 and len(micro.images) == 3
     with torch.no_grad():
         logp_K = policy(micro).logp_K
-        rollout_K = token_batch(rollouts)[micro.token_index_K].rollout
+        rollout_K = make_token_batch(rollouts)[micro.token_index_K].rollout
         for i, rollout in enumerate(rollouts):
             want = separately(hf, processor, rollout, policy.banned)
             torch.testing.assert_close(logp_K[rollout_K == i], want, rtol=0, atol=2e-6)
@@ -256,14 +256,14 @@ def test_flash_bounds_are_those_of_the_sequences(loaded, rollouts_of):
     assert sorted(b - a for a, b in pairwise(bounds)) == sorted(lengths) and plan.longest == max(lengths)
     assert bounds[0] == 0 and bounds[-1] == micro.n_tokens
     blocks = torch.block_diag(*(torch.ones(b - a, b - a).tril() for a, b in pairwise(bounds)))
-    assert torch.equal(blocks.bool(), dense_mask(micro.end_T))
+    assert torch.equal(blocks.bool(), dense_mask(micro.subtree_end_T))
     with pytest.raises(AssertionError, match="shared prefix"):
         PackedAttention("flash", one_micro(rollouts, processor))
 
 
 def test_cached_features_are_the_computed_ones_and_the_limit_holds(loaded, picture, monkeypatch):
     hf, processor = loaded["qwen3_vl"]
-    images = [processor.image(str(k), picture(84, 84, seed=k)) for k in range(3)]
+    images = [processor.image_to_patches(str(k), picture(84, 84, seed=k)) for k in range(3)]
     with torch.no_grad():
         plain, deep = M.vision_features(hf, images)
         size = (plain.nbytes + sum(d.nbytes for d in deep)) / 3
@@ -282,9 +282,9 @@ def test_cached_features_are_the_computed_ones_and_the_limit_holds(loaded, pictu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_positions_equal_transformers(family, loaded, picture):
     hf, processor = loaded[family]
-    images = [processor.image(str(k), picture(*size)) for k, size in enumerate([(84, 112), (200, 60)])]
+    images = [processor.image_to_patches(str(k), picture(*size)) for k, size in enumerate([(84, 112), (200, 60)])]
     content = "look <image> and then <image>, what now?"
-    ids = processor.encode([{"role": "user", "content": content}], images) + list(range(9))
+    ids = processor.tokenize_prompt([{"role": "user", "content": content}], images) + list(range(9))
     x = torch.tensor([ids])
     grids = [i.grid_thw for i in images]
     want, _ = hf.model.get_rope_index(
@@ -299,9 +299,9 @@ def test_positions_equal_transformers(family, loaded, picture):
 def test_prompt_has_as_many_image_tokens_as_features(family, loaded, picture):
     hf, processor = loaded[family]
     sizes = [(84, 84), (640, 400), (30, 500), (1, 1)]
-    images = [processor.image(str(k), picture(*size)) for k, size in enumerate(sizes)]
+    images = [processor.image_to_patches(str(k), picture(*size)) for k, size in enumerate(sizes)]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>" * 4 + "so?"}]
-    ids = processor.encode(messages, images)
+    ids = processor.tokenize_prompt(messages, images)
     assert processor.count_tokens(messages, sizes) == len(ids)
     with torch.no_grad():
         features, deep = M.vision_features(hf, images)
@@ -311,7 +311,7 @@ def test_prompt_has_as_many_image_tokens_as_features(family, loaded, picture):
 
 def test_equal_images_are_computed_once(loaded, picture, monkeypatch):
     hf, processor = loaded["qwen2_5_vl"]
-    a, b = processor.image("a", picture(84, 84, 1)), processor.image("b", picture(56, 84, 2))
+    a, b = processor.image_to_patches("a", picture(84, 84, 1)), processor.image_to_patches("b", picture(56, 84, 2))
     seen = []
     original = hf.model.get_image_features
     monkeypatch.setattr(hf.model, "get_image_features", lambda p, g, **k: (seen.append(len(g)), original(p, g, **k))[1])
@@ -324,18 +324,18 @@ def test_equal_images_are_computed_once(loaded, picture, monkeypatch):
 
 def test_marks_and_images_must_agree(loaded, picture):
     _, processor = loaded["qwen2_5_vl"]
-    image = processor.image("a", picture(84, 84))
-    with pytest.raises(ValueError, match="2 <image> marks .* and 1 images"):
-        processor.encode([{"role": "user", "content": "<image><image>?"}], [image])
-    with pytest.raises(ValueError, match="0 <image> marks .* and 1 images"):
-        processor.encode([{"role": "user", "content": "?"}], [image])
+    image = processor.image_to_patches("a", picture(84, 84))
+    with pytest.raises(ValueError, match="2 <image> marks .* but 1 images"):
+        processor.tokenize_prompt([{"role": "user", "content": "<image><image>?"}], [image])
+    with pytest.raises(ValueError, match="0 <image> marks .* but 1 images"):
+        processor.tokenize_prompt([{"role": "user", "content": "?"}], [image])
     with pytest.raises(ValueError, match="2 <image> marks or"):  # a placeholder smuggled in as text
-        processor.encode([{"role": "user", "content": "<image> <|image_pad|>"}], [image])
+        processor.tokenize_prompt([{"role": "user", "content": "<image> <|image_pad|>"}], [image])
 
 
 def test_banned_ids_are_the_placeholders_and_the_padding_rows(loaded):
     hf, processor = loaded["qwen2_5_vl"]
-    banned = processor.banned(hf.config.text_config.vocab_size).tolist()
+    banned = processor.banned_token_ids(hf.config.text_config.vocab_size).tolist()
     names = processor.tokenizer.convert_ids_to_tokens(banned[:5])
     assert set(names) == set(M.VISION_TOKENS)
     assert banned[5:] == list(range(len(processor.tokenizer), 448)) and len(banned) > 5
@@ -388,8 +388,8 @@ def test_a_micro_batch_of_nothing_gives_all_that_trains_zero_gradients(family, l
     hf, processor = loaded[family]
     policy = M.Policy(hf, processor, "all", value_head=True)
     packer = Packer(9, processor.image_token_id)
-    [micro] = packer.pack([], agree=lambda needed: needed + 1)
-    tokens = token_batch([])
+    [micro] = packer.pack([], reduce_max=lambda needed: needed + 1)
+    tokens = make_token_batch([])
     tokens.weights = tokens.advantages = torch.zeros(0)
     policy.zero_grad()
     out = policy(micro, 1.0, PolicyLoss(Algorithm()), tokens)
@@ -403,7 +403,7 @@ def test_a_micro_batch_of_nothing_gives_all_that_trains_zero_gradients(family, l
 def test_models_that_cannot_be_loaded_are_named(tmp_path, toys):
     with pytest.raises(ValueError, match="no such folder"):
         M.load_config(str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="no config.json"):
+    with pytest.raises(ValueError, match="neither a folder with a config.json"):
         M.load_config("nobody/no-such-model")
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "config.json").write_text(json.dumps({"model_type": "bert"}))
@@ -411,7 +411,7 @@ def test_models_that_cannot_be_loaded_are_named(tmp_path, toys):
         M.load_config(str(tmp_path / "bert"))
     with pytest.raises(ValueError, match="cannot load its tokenizer"):
         M.Processor(str(tmp_path / "bert"))
-    with pytest.raises(ValueError, match="--min-pixels 9999999 is over --max-pixels"):
+    with pytest.raises(ValueError, match="--min-pixels 9999999 is above --max-pixels"):
         M.Processor(str(toys["qwen2_vl"]), min_pixels=9999999)
 
 
@@ -425,14 +425,18 @@ def test_a_bad_path_to_a_part_lists_what_is_there(toys, monkeypatch):
         assert (found.vision_blocks, found.blocks) == ("blocks", "layers")
         hf, by_row = M.load_hf(model, paths=good), M.load_hf(model, paths=good)
         by_row.family = row
-        assert lora_layers(add_lora(hf, Lora(1, 1.0))).keys() == lora_layers(add_lora(by_row, Lora(1, 1.0))).keys()
+        assert (
+            find_lora_layers(add_lora(hf, LoraConfig(1, 1.0))).keys()
+            == find_lora_layers(add_lora(by_row, LoraConfig(1, 1.0))).keys()
+        )
         for paths, words in [
             ((), "type 'qwen3_vl'; supported: qwen2_vl"),
             (good[:1], "--family-paths model.visual: give two"),
             ((good[0], "model.text.layers"),
-             "'model.text.layers': no list of blocks there; there are in model.visual, model.language_model"),
-            ((good[0], "model.language_model.norm"), "'model.language_model.norm': no list of blocks there"),
-            (("visual", good[1]), "--family-paths 'visual': no list of blocks there; there are in model.visual, "),
+             "'model.text.layers' has no list of blocks; use a path that has one: model.visual, model.language_model"),
+            ((good[0], "model.language_model.norm"), "'model.language_model.norm' has no list of blocks"),
+            (("visual", good[1]),
+             "--family-paths 'visual' has no list of blocks; use a path that has one: model.visual, "),
         ]:  # fmt: skip
             with pytest.raises(ValueError, match=words):
                 M.load_config(model, paths)
@@ -450,7 +454,7 @@ def test_blocks_may_lie_deeper_in_the_tower_than_the_path(path):
 
 
 def test_models_that_see_images_otherwise_are_refused_in_a_line(toys, tmp_path):
-    supported = "supported are models that see images as Qwen-VL does.*as qwen2_vl, qwen2_5_vl, qwen3_vl"
+    supported = "supported are models that process images as Qwen-VL does.*as qwen2_vl, qwen2_5_vl, qwen3_vl"
     config = transformers.AutoConfig.for_model("llava")
     with pytest.raises(UserError, match=rf"--model 'x' \(llava\): {supported}"):
         M.find_family(config, "x", ("model.vision_tower.encoder", "model.language_model"))
@@ -466,9 +470,9 @@ def test_models_that_see_images_otherwise_are_refused_in_a_line(toys, tmp_path):
 
 def test_pixel_limits_change_the_number_of_image_tokens(toys, picture):
     small = M.Processor(str(toys["qwen2_5_vl"]), max_pixels=56 * 56)
-    assert small.image("a", picture(400, 400)).n_tokens <= 4
+    assert small.image_to_patches("a", picture(400, 400)).n_tokens <= 4
     large = M.Processor(str(toys["qwen2_5_vl"]), min_pixels=280 * 280)
-    assert large.image("a", picture(40, 40)).n_tokens >= 100
+    assert large.image_to_patches("a", picture(40, 40)).n_tokens >= 100
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -480,12 +484,12 @@ def test_loss_inside_the_head_equals_loss_on_logprobs(tied, kernel, rollouts_of,
     policy = M.Policy(hf, processor, "all", kernel=kernel)
     rollouts = rollouts_of(processor)
     micro = one_micro(rollouts, processor)
-    tokens = token_batch(rollouts)
+    tokens = make_token_batch(rollouts)
     tokens.advantages = torch.randn(len(tokens))
     tokens.weights = torch.rand(len(tokens))
     tokens.old_logps = torch.randn(len(tokens)) * 0.1 - 6.0
     tokens_K = tokens[micro.token_index_K]
-    loss = PolicyLoss(Algorithm(dual_clip=2.0, entropy_coef=0.05, epochs=2))
+    loss = PolicyLoss(Algorithm(dual_clip=2.0, entropy_coef=0.05, update_epochs=2))
     results = []
     for fused in (True, False):
         policy.zero_grad()
@@ -513,7 +517,7 @@ def test_attention_that_is_not_computed_here_is_refused(toys, tmp_path):
     """Sliding windows, which were read and ignored, and rotary frequencies that depend on the batch."""
     sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None}
     for change, match in (
-        (lambda text: text.update(sliding), "has layers of sliding_attention, a window of 16 tokens"),
+        (lambda text: text.update(sliding), "has sliding_attention layers with a window of 16 tokens"),
         (lambda text: text["rope_parameters"].update(rope_type="dynamic", factor=2.0), "embeddings of type 'dynamic'"),
     ):
         config = json.loads((toys["qwen2_5_vl"] / "config.json").read_text())
@@ -528,7 +532,7 @@ def test_attention_that_is_not_computed_here_is_refused(toys, tmp_path):
 def test_deepstack_features_in_one_piece_are_split_by_image(loaded, picture, monkeypatch):
     """As transformers 5.17 gives them; later ones give a list by image, as for the last layer."""
     hf, processor = loaded["qwen3_vl"]
-    images = [processor.image(str(i), picture(64 * (i + 1), 64, i)) for i in range(3)]
+    images = [processor.image_to_patches(str(i), picture(64 * (i + 1), 64, i)) for i in range(3)]
     with torch.no_grad():
         want = M.vision_features(hf, images)
         features_of = hf.model.get_image_features
@@ -575,7 +579,9 @@ def test_flash_calls_torchs_varlen_attention_as_each_version_wants_it(version, l
     q, k, v = (torch.randn(1, heads, micro.n_tokens, 16, generator=generator) for heads in (4, 2, 2))
     got = PackedAttention("flash", micro)(0, q, k, v, 0.3)
     keys, values = (x.repeat_interleave(2, dim=1) for x in (k, v))
-    want = (q @ keys.transpose(2, 3) * 0.3).masked_fill(~dense_mask(micro.end_T), -torch.inf).softmax(-1) @ values
+    want = (q @ keys.transpose(2, 3) * 0.3).masked_fill(~dense_mask(micro.subtree_end_T), -torch.inf).softmax(
+        -1
+    ) @ values
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
@@ -588,7 +594,7 @@ def test_patches_are_the_image_processors_own(family, toys, tmp_path, picture):
     file.write_text(json.dumps(json.loads(file.read_text()) | numbers))
     processor = M.Processor(str(tmp_path / "toy"))
     for size in [(30, 40), (200, 60), (1, 150), (333, 222)]:
-        image = processor.image("a", picture(*size))
+        image = processor.image_to_patches("a", picture(*size))
         theirs = processor.image_processor(images=[image.image], return_tensors="pt", do_resize=False)
         assert torch.equal(image.pixel_values(), theirs["pixel_values"])
         assert [list(image.grid_thw)] == theirs["image_grid_thw"].tolist()
@@ -611,7 +617,7 @@ def test_an_image_processor_that_does_more_than_look_up_bytes_is_refused(toys, m
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_a_tower_attends_to_all_images_in_one_call(family, toys, picture, monkeypatch):
     """The single call, made on a GPU, gives the values and gradients of transformers' sdpa, which takes each window."""
-    images = [M.Processor(str(toys[family])).image(str(k), picture(90 + 40 * k, 84, k)) for k in range(3)]
+    images = [M.Processor(str(toys[family])).image_to_patches(str(k), picture(90 + 40 * k, 84, k)) for k in range(3)]
     pixels, grids = torch.cat([i.pixel_values() for i in images]), torch.tensor([i.grid_thw for i in images])
     calls = []
 
@@ -628,7 +634,7 @@ def test_a_tower_attends_to_all_images_in_one_call(family, toys, picture, monkey
         tower = hf.get_submodule(hf.family.vision)
         tower.config._attn_implementation = name
         monkeypatch.setattr(attention, "_varlen", varlen)
-        monkeypatch.setattr(attention, "_takes_varlen", lambda query: on_gpu)
+        monkeypatch.setattr(attention, "_supports_varlen", lambda query: on_gpu)
         out = tower(pixels, grid_thw=grids).pooler_output
         torch.cat(list(out) if isinstance(out, tuple) else [out]).square().sum().backward()
         return out, [p.grad for p in tower.parameters() if p.grad is not None]

@@ -20,9 +20,9 @@ from test_train import flags, rows, run, shapes, without_time  # noqa: F401
 import engines.serve
 import train
 from errors import Interrupted, UserError
-from parallel import nodes, watch
-from parallel.checkpoint import complete_checkpoints
-from utils import Context, Stages
+from parallel import node_checks, watchdog
+from parallel.checkpoint import list_checkpoints
+from utils import DistContext, StepTimer
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "runs" / "multinode.sh"
@@ -167,7 +167,7 @@ def one_agent(toys, shapes, tmp_path_factory):  # noqa: F811
 
 def stored_values(folder):
     """The bytes behind the header of each file of the last checkpoint; the header's own order differs."""
-    files = sorted(complete_checkpoints(folder)[-1].glob("*.safetensors"))
+    files = sorted(list_checkpoints(folder)[-1].glob("*.safetensors"))
     return {file.name: data[8 + int.from_bytes(data[:8], "little") :] for file in files if (data := file.read_bytes())}
 
 
@@ -239,21 +239,23 @@ def test_a_lost_node_is_named_and_the_run_goes_on(how, toys, shapes, one_agent, 
 
 def test_who_falls_silent_after_a_lost_connection_is_named(monkeypatch, capfd):
     def told(after, error):
-        one = watch.Watch(Context(1, 1, torch.device("cpu")), Stages(), minutes=1.0)  # alone, so it does not start
-        one.ctx = Context(1, 3, torch.device("cpu"))
+        one = watchdog.Watchdog(
+            DistContext(1, 1, torch.device("cpu")), StepTimer(), minutes=1.0
+        )  # alone, so it does not start
+        one.ctx = DistContext(1, 3, torch.device("cpu"))
         last = [[7, 3, "update", f"host{rank}"] for rank in range(3)]  # which may still be on the way
-        one.words, one.store = [[6, *word[1:]] for word in last], SimpleNamespace(set=lambda *_: None)
+        one.heartbeats, one.store = [[6, *word[1:]] for word in last], SimpleNamespace(set=lambda *_: None)
 
         def sleep(seconds):
-            one.words = after(one.words) if seconds >= 2 * one.period else last
+            one.heartbeats = after(one.heartbeats) if seconds >= 2 * one.period else last
 
-        monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
         one._after_error(type(error), error, None)
         return re.findall("^error: .*", capfd.readouterr().err, re.M)
 
     lost = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
     one_silent = told(lambda words: [*([8, *w[1:]] for w in words[:2]), words[2]], lost)
-    assert len(one_silent) == 1 and one_silent[0].startswith("error: rank 2 (host2) is gone; --resume auto")
+    assert len(one_silent) == 1 and one_silent[0].startswith("error: rank 2 (host2) is gone; continue from")
     assert told(lambda words: [["left", *words[0][1:]], [8, *words[1][1:]], words[2]], lost) == one_silent
     assert told(lambda words: words, lost)[0].startswith("error: rank 0 (which holds the run's store) is gone")
     assert told(lambda words: words, ValueError("of a user's reward")) == []
@@ -262,17 +264,17 @@ def test_who_falls_silent_after_a_lost_connection_is_named(monkeypatch, capfd):
 @pytest.mark.parametrize("local_rank, parent, told", [("0", 5, [5]), ("1", 5, []), ("0", 1, [])])
 def test_torchrun_of_a_node_without_the_signal_is_told(local_rank, parent, told, monkeypatch):
     """By one process of a node; and not whoever adopted them after torchrun's end."""
-    killed, before = [], {number: signal.getsignal(number) for number in watch.SIGNALS}
+    killed, before = [], {number: signal.getsignal(number) for number in watchdog.SIGNALS}
     monkeypatch.setattr(os, "getppid", lambda: 5)
-    interrupt = watch.Interrupt(60.0)
+    interrupt = watchdog.SignalHandler(60.0)
     for number, handler in before.items():
         signal.signal(number, handler)
     monkeypatch.setattr(os, "getppid", lambda: parent)
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
-    monkeypatch.setattr(interrupt, "agreed", lambda: signal.SIGUSR1)
+    monkeypatch.setattr(interrupt, "reduce_signal", lambda: signal.SIGUSR1)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    interrupt.arm(lambda: "saved")
+    interrupt.enable_saving(lambda: "saved")
     with pytest.raises(Interrupted, match="SIGUSR1: saved"):
         interrupt.check()
     assert killed == told
@@ -287,16 +289,16 @@ def test_torchrun_of_a_node_without_the_signal_is_told(local_rank, parent, told,
 
 def two(theirs):
     """A context of two ranks; the other says `theirs(what this one says)`."""
-    ctx = Context(0, 2, torch.device("cpu"))
+    ctx = DistContext(0, 2, torch.device("cpu"))
     object.__setattr__(ctx, "gather", lambda mine: [mine, theirs(mine)])
     return ctx
 
 
 def test_other_flags_on_another_node_are_refused():
     settings = {"lr": 1e-6, "model": "/a/model"}
-    nodes.check_settings(settings, two(lambda mine: ("b", mine[1])))
+    node_checks.check_same_settings(settings, two(lambda mine: ("b", mine[1])))
     with pytest.raises(UserError, match=r"--lr is 1e-06 on rank 0 \(.*\), 0.1 on rank 1 \(b\)"):
-        nodes.check_settings(settings, two(lambda mine: ("b", {"--lr": 0.1})))
+        node_checks.check_same_settings(settings, two(lambda mine: ("b", {"--lr": 0.1})))
 
 
 def test_restarts_that_could_not_work_are_refused(monkeypatch):
@@ -305,13 +307,13 @@ def test_restarts_that_could_not_work_are_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(UserError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        nodes.check_restarts()
+        node_checks.check_restart_support()
     for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "False"), ("TORCHELASTIC_MAX_RESTARTS", "0")):
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
-            nodes.check_restarts()
+            node_checks.check_restart_support()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    nodes.check_restarts()
+    node_checks.check_restart_support()
 
 
 def test_a_folder_or_data_that_nodes_do_not_share_is_refused(tmp_path):
@@ -329,15 +331,15 @@ def test_a_folder_or_data_that_nodes_do_not_share_is_refused(tmp_path):
         return two(answer)
 
     data = {"--data": examples}
-    nodes.check_shared(tmp_path, data, other())
+    node_checks.check_shared_storage(tmp_path, data, other())
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"--out .*: rank 1 \(b\) does not see"):
-        nodes.check_shared(tmp_path, data, other(seen=False))
+        node_checks.check_shared_storage(tmp_path, data, other(seen=False))
     with pytest.raises(UserError, match=r"the rows of --data is .* on rank 0 .*, x on rank 1 \(b\); start the"):
-        nodes.check_shared(tmp_path, data, other(data={"SHA-256 of the rows of --data": "x"}))
-    before = nodes.digest(examples)
+        node_checks.check_shared_storage(tmp_path, data, other(data={"SHA-256 of the rows of --data": "x"}))
+    before = node_checks.hash_examples(examples)
     examples[0].ground_truth = "2"
-    assert nodes.digest(examples) != before
+    assert node_checks.hash_examples(examples) != before
 
 
 # --- runs/multinode.sh ------------------------------------------------------------------------------------------------
@@ -385,7 +387,7 @@ def test_a_dry_run_prints_every_command(how, tmp_path):
         assert given == {"--model": "m", "--max-new-tokens": "64", "--data": "a b.parquet", "--host": "0.0.0.0",
                          "--port": str(8000 + number % 2), "--gpus": "4"}
     urls = [f"http://{host}:{port}" for host in "cd" for port in (8000, 8001)]
-    assert [f"# until it answers: curl -f {url}/health" in text for url in urls] == [True] * 4
+    assert [f"# wait until this succeeds: curl -f {url}/health" in text for url in urls] == [True] * 4
     for place, words in training:
         at = words.index("train.py")
         assert words[at + 1 :] == [*TRAINING, "--rollout", "server", "--servers", *urls]
@@ -399,11 +401,11 @@ def test_a_dry_run_prints_every_command(how, tmp_path):
 
 def test_its_mistakes_are_one_line():
     for words, env, told in (
-        (["slrum"], {"NODES": "a"}, "error: the first word is slrum; give slurm, ssh or hand"),
-        (["ssh"], {"NODES": "a b", "SERVERS": 2}, "error: SERVERS=2 of 2 nodes leave none to train; lower it"),
-        (["ssh"], {}, "error: NODES is missing; give host names, with spaces between"),
+        (["slrum"], {"NODES": "a"}, "error: the first argument is slrum; use slurm, ssh or hand"),
+        (["ssh"], {"NODES": "a b", "SERVERS": 2}, "error: SERVERS=2 of 2 nodes leaves none for training; lower it"),
+        (["ssh"], {}, "error: NODES is missing; set it to host names separated by spaces"),
         (["ssh", "--vllm", "tensor_parallel_size=2"], {"NODES": "a b", "SERVERS": 1},
-         "error: --vllm tensor_parallel_size: give TP to this script instead"),
+         "error: --vllm tensor_parallel_size: set the variable TP of this script instead"),
     ):
         done = multinode(*words, env=env, check=False)
         assert done.returncode == 1 and done.stderr.strip() == told and not done.stdout
@@ -482,7 +484,7 @@ def test_trainers_begin_when_servers_answer_and_servers_end_with_them(code, stan
 
 def test_a_server_that_does_not_start_ends_all(stand_ins, tmp_path):
     done = multinode("ssh", *TRAINING, env=stand_ins | {"FAIL": 1}, check=False)
-    assert done.returncode == 1 and "no GPU" in done.stderr and "has ended; its own lines" in done.stderr
+    assert done.returncode == 1 and "no GPU" in done.stderr and "has ended; see its output above" in done.stderr
     assert "trains" not in done.stdout and gone(tmp_path)
 
 
@@ -496,7 +498,7 @@ def test_a_signal_to_the_script_lets_trainers_save_and_then_ends_servers(stand_i
     script.send_signal(signal.SIGUSR1)
     assert script.wait(30) == 1
     text = (tmp_path / "log").read_text()
-    assert text.count("saved") == 2 and "the same command with --resume auto goes on" in text and gone(tmp_path), text
+    assert text.count("saved") == 2 and "the same command with --resume auto to" in text and gone(tmp_path), text
 
 
 def test_the_script_is_clean():

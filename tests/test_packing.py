@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from errors import UserError
 from layers.attention import PackedAttention
-from packing import Batch, FlopRates, Packer, TokenBatch, token_batch
-from rollout import Prompt, Rollout, Turn
+from packing import FlopCosts, Packer, TokenBatch, TrainBatch, make_token_batch
+from rollout import Prompt, Rollout, TurnSequence
 
 IMAGE = 7  # the image token
 
@@ -72,7 +72,7 @@ def rows(rollouts):
 def contexts(micro):
     """For each position, its visible tokens in order, by the dense mask alone."""
     tokens = by_name(micro.ids_T.tolist(), micro.images)
-    mask = dense_mask(micro.end_T)
+    mask = dense_mask(micro.subtree_end_T)
     return [[tokens[k] for k in range(len(tokens)) if mask[q, k]] for q in range(len(tokens))]
 
 
@@ -86,7 +86,9 @@ def test_each_trained_token_has_just_its_context_once_within_the_cap(rollouts, c
     for number, m in enumerate(micros):
         assert 0 < m.n_tokens <= cap
         context = contexts(m)
-        for at, target, row in zip(m.source_K.tolist(), m.target_K.tolist(), m.token_index_K.tolist(), strict=True):
+        for at, target, row in zip(
+            m.hidden_index_K.tolist(), m.target_K.tolist(), m.token_index_K.tolist(), strict=True
+        ):
             rollout, t = known[row]
             assert context[at] == by_name(sequence(rollout), rollout.prompt.images)[:t]
             assert target == sequence(rollout)[t]
@@ -97,7 +99,7 @@ def test_each_trained_token_has_just_its_context_once_within_the_cap(rollouts, c
         if not share:
             inputs = {id(r): max(trained(r)) for r, _ in (known[row] for row in m.token_index_K.tolist())}
             assert m.n_tokens == sum(inputs.values()), "each response has a prompt of its own"
-            assert all(before < 0 for _, _, before in m.runs)
+            assert all(before < 0 for _, _, before in m.segments)
     assert sorted(seen) == list(range(len(known)))
 
 
@@ -111,11 +113,11 @@ def test_rows_of_the_chosen_are_those_of_all(rollouts, cap, data):
     packed = [row for m in micros for row in m.token_index_K.tolist()]
     assert sorted(packed) == wanted
     for m in micros:
-        tokens = token_batch(rollouts)[m.token_index_K]
-        assert len(tokens) == len(m.target_K) == len(m.source_K)
+        tokens = make_token_batch(rollouts)[m.token_index_K]
+        assert len(tokens) == len(m.target_K) == len(m.hidden_index_K)
         of_rows = [rows(rollouts)[row][0] for row in m.token_index_K.tolist()]
         assert [rollouts[i] for i in tokens.rollout.tolist()] == of_rows
-    batch = Batch(rollouts, token_batch(rollouts), [micros, []])
+    batch = TrainBatch(rollouts, make_token_batch(rollouts), [micros, []])
     assert batch.uids(0) == sorted({rollouts[i].prompt.uid for i in chosen}) and batch.uids(1) == []
 
 
@@ -124,18 +126,23 @@ def test_rows_of_the_chosen_are_those_of_all(rollouts, cap, data):
 def test_all_ranks_can_be_given_the_same_number_of_micro_batches(rollouts, cap, extra, by_flops):
     """What there is too little for is filled with single tokens that train nothing."""
     needs = []
-    rates = FlopRates(10.0, 0.1, 3.0, 1.0, 0.1, 0.0, 1) if by_flops else None
-    packer = Packer(cap, IMAGE, rates)
+    costs = FlopCosts(10.0, 0.1, 3.0, 1.0, 0.1, 0.0, 1) if by_flops else None
+    packer = Packer(cap, IMAGE, costs)
     fewest = packer.pack(rollouts)
-    more = packer.pack(rollouts, agree=lambda n: needs.append(n) or n + extra)
+    more = packer.pack(rollouts, reduce_max=lambda n: needs.append(n) or n + extra)
     assert needs == [len(fewest)] and len(more) == len(fewest) + extra
     for micros in (fewest, more):
         packed = torch.cat([m.token_index_K for m in micros])
         assert sorted(packed.tolist()) == list(range(len(rows(rollouts))))
         assert all(0 < m.n_tokens <= cap for m in micros)
     for m in more:
-        assert len(m.target_K) or (m.ids_T.tolist(), m.end_T.tolist(), m.runs, m.images) == ([0], [1], [(0, 1, -1)], [])
-    assert len(Packer(cap, IMAGE).pack([], agree=lambda n: n + 2)) == 2 and Packer(cap, IMAGE).pack([]) == []
+        assert len(m.target_K) or (m.ids_T.tolist(), m.subtree_end_T.tolist(), m.segments, m.images) == (
+            [0],
+            [1],
+            [(0, 1, -1)],
+            [],
+        )
+    assert len(Packer(cap, IMAGE).pack([], reduce_max=lambda n: n + 2)) == 2 and Packer(cap, IMAGE).pack([]) == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -148,7 +155,7 @@ def test_a_group_is_as_small_as_a_trie(rollouts):
     [micro] = Packer(1000, IMAGE).pack(group)
     assert micro.n_tokens == len(prefixes)
     context = contexts(micro)
-    for start, _, before in micro.runs:
+    for start, _, before in micro.segments:
         assert context[start][:-1] == (context[before] if before >= 0 else [])
         assert start == 0 or before < start
 
@@ -159,12 +166,12 @@ def test_pieces_of_a_prefix_are_the_dense_masks_rows(rollouts):
     """What attention and recurrent layers go by, `pieces` and `prefixes`, is the definition's mask."""
     [micro] = Packer(1000, IMAGE).pack(rollouts)
     plan = PackedAttention("sdpa", micro)
-    mask = dense_mask(micro.end_T)
+    mask = dense_mask(micro.subtree_end_T)
     starts = [0]
     for length in plan.pieces:
         starts.append(starts[-1] + length)
     assert starts[-1] == micro.n_tokens
-    for (start, stop, _), (prefix, own) in zip(micro.runs, plan.prefixes, strict=True):
+    for (start, stop, _), (prefix, own) in zip(micro.segments, plan.prefixes, strict=True):
         keys = [t for piece in prefix for t in range(starts[piece], starts[piece + 1])]
         assert [t for piece in prefix[-own:] for t in range(starts[piece], starts[piece + 1])] == list(
             range(start, stop)
@@ -175,8 +182,8 @@ def test_pieces_of_a_prefix_are_the_dense_masks_rows(rollouts):
 
 def test_prompt_is_computed_once_and_the_last_token_never():
     [m] = Packer(99, IMAGE).pack([written("a", [1, 2, 3], r) for r in ([17, 8], [9])])
-    assert m.ids_T.tolist() == [1, 2, 3, 17] and m.end_T.tolist() == [4, 4, 4, 4]
-    assert sorted(zip(m.source_K.tolist(), m.target_K.tolist(), strict=True)) == [(2, 9), (2, 17), (3, 8)]
+    assert m.ids_T.tolist() == [1, 2, 3, 17] and m.subtree_end_T.tolist() == [4, 4, 4, 4]
+    assert sorted(zip(m.hidden_index_K.tolist(), m.target_K.tolist(), strict=True)) == [(2, 9), (2, 17), (3, 8)]
 
 
 def test_equal_images_are_shared_and_different_ones_are_not():
@@ -198,18 +205,18 @@ def test_prompts_of_one_uid_and_equal_tokens_stay_apart_without_sharing():
     """As flash attention needs them: also where they meet in one micro-batch."""
     rollouts = [written("u", [1] * 10, [2, 3]) for _ in range(3)]
     [m] = Packer(99, IMAGE, share=False).pack(rollouts)
-    assert m.n_tokens == 33 and m.runs == [(0, 11, -1), (11, 22, -1), (22, 33, -1)]
+    assert m.n_tokens == 33 and m.segments == [(0, 11, -1), (11, 22, -1), (22, 33, -1)]
 
 
 @pytest.mark.parametrize("prompt,response,images,error,match", [
     ([1] * 10, [2] * 15, [], UserError,
-     r"prompt 'p' of 10 tokens and its response need 24, over --micro-tokens 20"),
-    ([1, IMAGE], [2], [], ValueError, r"'p': 1 image tokens, where its images have \[\]; was a placeholder sampled"),
-    ([1, IMAGE, 2], [3], [image("x", 2)], ValueError, r"'p': 1 image tokens, where its images have \[2\]"),
-    ([1, 2], [3], [image("x", 2)], ValueError, r"0 image tokens, where its images have \[2\]"),
-    ([1, IMAGE, IMAGE, IMAGE], [3], [image("x", 2)], ValueError, r"3 image tokens, where its images have \[2\]"),
-    ([1, IMAGE, 2, IMAGE], [3], [image("x", 2)], ValueError, r"2 image tokens, .* have \[2\], but not image by image"),
-    ([IMAGE, 1, IMAGE, IMAGE], [3], [image("x", 2), image("y", 1)], ValueError, "not image by image"),
+     r"prompt 'p' of 10 tokens and its response need 24, more than --micro-tokens 20"),
+    ([1, IMAGE], [2], [], ValueError, r"'p' has 1 image tokens, and its images need \[\]; was a placeholder sampled"),
+    ([1, IMAGE, 2], [3], [image("x", 2)], ValueError, r"'p' has 1 image tokens, and its images need \[2\]"),
+    ([1, 2], [3], [image("x", 2)], ValueError, r"0 image tokens, and its images need \[2\]"),
+    ([1, IMAGE, IMAGE, IMAGE], [3], [image("x", 2)], ValueError, r"3 image tokens, and its images need \[2\]"),
+    ([1, IMAGE, 2, IMAGE], [3], [image("x", 2)], ValueError, r"2 image tokens, .* need \[2\], but .* not contiguous"),
+    ([IMAGE, 1, IMAGE, IMAGE], [3], [image("x", 2), image("y", 1)], ValueError, "not contiguous"),
 ])  # fmt: skip
 def test_what_cannot_be_packed_names_the_rollout_and_its_lengths(prompt, response, images, error, match):
     with pytest.raises(error, match=match):
@@ -220,19 +227,21 @@ def test_turns_of_a_rollout_stand_together_and_a_batch_knows_where_they_are_apar
     """Two episodes of two turns that are sequences of their own; sorted by what they share, the turns interleave."""
     rollouts = []
     for i in range(2):
-        first, second = Turn([5, 1, i, 2], 2, 0), Turn([5, 2, 3, 3, i], 1, 0)
+        first, second = TurnSequence([5, 1, i, 2], 2, 0), TurnSequence([5, 2, 3, 3, i], 1, 0)
         prompt = Prompt("u", [5, 1], [], None, [])
         response, mask = [i, 2, 3, 3, i], [True, True, False, False, True]
-        rollouts.append(Rollout(prompt, i, response, mask, [-1.0] * 3, "stop", separate=[first, second]))
+        rollouts.append(Rollout(prompt, i, response, mask, [-1.0] * 3, "stop", separate_turns=[first, second]))
     for cap, n_micros in ((99, 1), (5, 2)):
         micros = Packer(cap, IMAGE).pack(rollouts)
-        batch = Batch(rollouts, token_batch(rollouts), [micros])
+        batch = TrainBatch(rollouts, make_token_batch(rollouts), [micros])
         assert len(micros) == n_micros and batch.splits_rollouts(0) == (n_micros > 1)
         assert all((m.token_index_K.diff() > 0).all() for m in micros) and batch.rows(0).tolist() == [*range(6)]
         for m in micros:  # targets and contexts moved with their rows
             context = contexts(m)
-            for at, target, row in zip(m.source_K.tolist(), m.target_K.tolist(), m.token_index_K.tolist(), strict=True):
-                turn = rollouts[row // 3].separate[row % 3 // 2]
+            for at, target, row in zip(
+                m.hidden_index_K.tolist(), m.target_K.tolist(), m.token_index_K.tolist(), strict=True
+            ):
+                turn = rollouts[row // 3].separate_turns[row % 3 // 2]
                 end = len(turn.ids) - (row % 3 == 0)
                 assert [*context[at], target] == turn.ids[:end]
 
@@ -245,15 +254,15 @@ def test_columns_are_one_row_a_trained_token():
     b = Rollout(written("b", [1], []).prompt, 1, [6, 7, 8], [True, False, True], [-0.5, -0.25], "length", "")
     a.images, b.images = [image("y", 1)], [image("y", 1), image("z", 1)]  # of an environment's turns
     a.logprobs = [-1.0, -2.0, -3.0]
-    tokens = token_batch([a, b], [0.5, 0.0])
+    tokens = make_token_batch([a, b], [0.5, 0.0])
     assert len(tokens) == 5 and tokens.rollout.tolist() == [0, 0, 0, 1, 1] and tokens.rollout.dtype == torch.int64
     assert tokens.rollout_logps.tolist() == [-1.0, -2.0, -3.0, -0.5, -0.25]
     assert tokens.n_images.tolist() == [2, 2, 2, 2, 2] and tokens.weights.tolist() == [0.5, 0.5, 0.5, 0, 0]
-    assert token_batch([a]).weights is None and len(token_batch([])) == 0
+    assert make_token_batch([a]).weights is None and len(make_token_batch([])) == 0
 
 
 def test_a_column_that_was_not_computed_cannot_be_used():
-    tokens = token_batch([written("a", [1], [2, 3, 4])])
+    tokens = make_token_batch([written("a", [1], [2, 3, 4])])
     part = tokens[torch.tensor([2, 0])]
     assert part.old_logps is None and part.rollout.tolist() == [0, 0]
     with pytest.raises(TypeError):
@@ -267,7 +276,7 @@ def test_a_column_that_was_not_computed_cannot_be_used():
 
 
 def test_a_column_is_filled_in_parts_and_unknown_elsewhere():
-    tokens = token_batch([written("a", [1], [2, 3, 4, 5])])
+    tokens = make_token_batch([written("a", [1], [2, 3, 4, 5])])
     tokens.fill(torch.tensor([3, 1]), values=torch.tensor([30.0, 10.0], dtype=torch.bfloat16))
     tokens.fill(torch.tensor([0]), values=torch.tensor([5.0]), ref_logps=None)
     values = tokens.values.tolist()

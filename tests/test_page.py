@@ -32,10 +32,10 @@ import report.page.gallery as G
 import report.page.page as P
 import report.records as R
 from prepare_data import Example
-from report.evaluation import sample_record
-from report.page.formulas import ATTRIBUTES, ELEMENTS, mathml, parts, shown
+from report.evaluation import make_sample_record
+from report.page.formulas import ATTRIBUTES, ELEMENTS, mathml, render_segment, split_formulas
 from report.page.plots import Curve
-from report.writer import Shown
+from report.writer import ReportPage
 from tasks.shapes import shapes_rows
 
 ROOT = Path(__file__).parent.parent
@@ -60,7 +60,7 @@ def asked(uid, content="How many?", images=()):
 
 def first_page(title, records=(), examples=None, curves=(), **more):
     """The first page, most often the only one."""
-    return next(P.pages(Shown(title, records, examples or {}, **more), curves))
+    return next(P.pages(ReportPage(title, records, examples or {}, **more), curves))
 
 
 def page_of(records, title="T", images=(), **more):
@@ -130,7 +130,7 @@ class Sources(html.parser.HTMLParser):
 
 
 def as_html(text):
-    return "".join(map(shown, parts(text)))
+    return "".join(map(render_segment, split_formulas(text)))
 
 
 def check_formulas(text):
@@ -217,7 +217,7 @@ def test_formulas_have_the_structure_that_was_written():
 
 
 def test_a_formula_with_lines_of_its_own_takes_the_empty_ones_around_it():
-    first, formula, last = parts("so\n\n$$x^2$$\n\n\nand")
+    first, formula, last = split_formulas("so\n\n$$x^2$$\n\n\nand")
     assert (first.source, formula.source, last.source) == ("so", "\n\n$$x^2$$\n\n\n", "and") and formula.latex == "x^2"
 
 
@@ -269,10 +269,10 @@ EVERYTHING = {
 
 def test_a_summary_with_everything():
     text = Tags(page_of([record("a"), record("b", sample(accuracy=0.0))], summary=EVERYTHING)).text
-    for told in ("0.900", "0.810 to 0.950 (95%)", "of 80 prompts", "0.850", "of 3 tasks", "majority@80.940",
+    for told in ("0.900", "0.810 to 0.950 (95% interval)", "of 80 prompts", "0.850", "of 3 tasks", "majority@80.940",
                  "turns <8> 0.250",
                  "2.50", "31.2", "+0.300", "+0.200 to +0.400", "<base>", "0.031", "< 0.001", "It looks: <yes>.",
-                 "0.310", "0.400 to 0.600", "a <column>", "</td>", "rewards that failed2",
+                 "0.310", "0.400 to 0.600", "a <column>", "</td>", "failed rewards2",
                  "prompts left out7"):  # fmt: skip
         assert told in text, told
     assert "-0.000" not in text and "nan" not in text and "None" not in text
@@ -280,7 +280,7 @@ def test_a_summary_with_everything():
 
 def test_a_summary_of_the_least():
     text = Tags(page_of([record("a")], summary={"n": 1, "accuracy": 0.0})).text
-    assert "0.000" in text and "no interval" in text and "Against" not in text and "Rewards and" not in text
+    assert "0.000" in text and "no interval" in text and "Comparison with" not in text and "Rewards and" not in text
 
 
 def test_half_a_surrogate_pair_does_not_break_a_page():
@@ -324,7 +324,7 @@ def test_long_texts_keep_their_ends_and_are_counted(monkeypatch):
     texts = ["short", "START" + "<" * 3000 + "END", "BEGIN" + "y" * 3000 + "LAST"]
     page = page_of([record("u", *map(sample, texts))])
     text = Tags(page).text
-    for told in ("short", "START<", "<END", "BEGINy", "yLAST", "2 long texts are shown by their beginning and end"):
+    for told in ("short", "START<", "<END", "BEGINy", "yLAST", "2 long texts are shortened"):
         assert told in text
     left = [int(x.replace(",", "")) for x in re.findall(r"([\d,]+) characters are left out", text)]
     assert left == [3008 - 1000, 3009 - 1000]
@@ -334,7 +334,7 @@ def test_formulas_beyond_their_room_stay_as_written(monkeypatch):
     monkeypatch.setattr(G, "FORMULA_CHARS", 3000)
     page = page_of([record("u", *[sample(rf"$\frac{{{i}}}{{2}}$") for i in range(40)])])
     found = Tags(page)
-    assert 1 < found.tags["math"] < 40 and f"{40 - found.tags['math']} formulas stay as they were written" in found.text
+    assert 1 < found.tags["math"] < 40 and f"{40 - found.tags['math']} formulas are shown as source" in found.text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -350,15 +350,18 @@ def test_of_too_many_prompts_the_telling_ones_come_first():
     records[1400] = record("wrong", sample(accuracy=0.0), index=1400)
     records[1401] = record("cut", sample(finish="length"), index=1401)
     summary = {"n": 1500, "accuracy": 0.9, "baselines": [{"gained_uids": ["u1498"], "lost_uids": ["u1499"]}]}
-    chosen = R.choose(records, summary)
+    chosen = R.select_records(records, summary)
     assert len(chosen) == 1000 and [r["uid"] for r in chosen[-4:]] == ["wrong", "cut", "u1498", "u1499"]
     assert [r["uid"] for r in chosen[:996]] == [f"u{i}" for i in range(996)]  # in order
     examples = {r["uid"]: asked(r["uid"]) for r in chosen}  # no more than those are asked for
     text = Tags(first_page("T", records, examples, summary=summary)).text
-    assert "1,000 of 1,500 prompts are shown, first those gained, lost" in text
+    assert "1,000 of 1,500 prompts are shown; those gained, lost" in text
     lost = {f"u{i}" for i in range(500, 1500)}  # too many even of these: none but these
     summary["baselines"][0] |= {"gained_uids": [], "lost_uids": lost}
-    assert {r["uid"] for r in R.choose(records, summary)} == lost - {"u1400", "u1401"} | {"wrong", "cut"} - set()
+    assert {r["uid"] for r in R.select_records(records, summary)} == lost - {"u1400", "u1401"} | {
+        "wrong",
+        "cut",
+    } - set()
 
 
 def test_records_of_other_models_and_those_that_have_none():
@@ -378,7 +381,7 @@ def test_a_sample_that_failed_and_one_that_was_cut():
     page = page_of([record("a", failed), record("b", sample(finish="length")), record("c", broken)],
                    summary={"n": 3, "accuracy": 0.3})  # fmt: skip
     a, b, c = re.findall(r"<article.*?</article>", page, re.DOTALL)
-    assert "its reward failed" in a and "its environment failed" in c and "cut at the length limit" in b
+    assert "reward failed" in a and "environment failed" in c and "truncated at the length limit" in b
     assert re.findall(r'data-is="([^"]*)"', page) == ["failed wrong", "cut right", "failed wrong"]
     training = page_of([record("a", failed)])  # in training a failure is not wrong
     assert re.findall(r'data-is="([^"]*)"', training) == ["failed"]
@@ -386,11 +389,11 @@ def test_a_sample_that_failed_and_one_that_was_cut():
 
 def test_an_episode_is_shown_turn_by_turn():
     pixels = Image.new("RGB", (30, 20), "red")
-    r = SimpleNamespace(is_episode=True, images=[SimpleNamespace(image=pixels)], turns=2, ended_by="done", messages=[
+    r = SimpleNamespace(is_episode=True, images=[SimpleNamespace(image=pixels)], n_turns=2, ended_by="done", messages=[
         {"role": "assistant", "content": "zoom <image>"}, {"role": "user", "content": "here <image> it is"},
         {"role": "assistant", "content": "three"}])  # fmt: skip
     vars(r).update(text="x", finish_reason="stop", response_mask=[True])
-    page = page_of([record("a", sample_record(r, {"reward": 1.0}))])
+    page = page_of([record("a", make_sample_record(r, {"reward": 1.0}))])
     found = Tags(page)
     assert [size for _, size in found.images] == [(30, 20)] and "ended by done" in found.text
     assert "zoom <image>" in found.text  # what the policy writes is no image
@@ -399,13 +402,13 @@ def test_an_episode_is_shown_turn_by_turn():
     found = Tags(page_of([record("a", sample() | bad)]))
     assert not found.tags["img"] and "cannot be read" in found.text
     r.is_episode = False
-    assert "messages" not in sample_record(r, {})
+    assert "messages" not in make_sample_record(r, {})
 
 
 def test_images_stand_where_their_marks_are_and_those_without_text_between_in_a_row():
     images = [photo(noise=i) for i in range(4)]
     example = asked("u", "first<image> \n<image>then<image>last <b>", images)
-    said = first_page("T", [record("u")], {"u": example}).partition("<div class=asked>")[2]
+    said = first_page("T", [record("u")], {"u": example}).partition("<div class=prompt>")[2]
     assert re.findall(r"<img|<span class=images>|first|then|last &lt;b&gt;", said) == [
         "first", "<span class=images>", "<img", "<img", "then", "<span class=images>", "<img", "last &lt;b&gt;",
         "<span class=images>", "<img"]  # fmt: skip
@@ -452,13 +455,13 @@ def test_images_in_full_size_have_a_limit_and_it_is_told(tmp_path, monkeypatch):
     page = page_of([record("u")], images=images, folder=tmp_path / "images")
     (file,) = (tmp_path / "images").iterdir()
     assert file.read_bytes() == images[1] and page.count("<a class=full") == 1 and Tags(page).tags["img"] == 3
-    assert f"2 images of more than {least:,} bytes have only their thumbnails here" in page
+    assert f"2 images of more than {least:,} bytes are shown only as thumbnails" in page
 
 
 def test_images_beyond_the_most_are_counted(monkeypatch):
     monkeypatch.setattr(G, "PAGE_IMAGES", 5)
     page = page_of([record("a"), record("b")], images=[photo(noise=1), photo(noise=2), photo(noise=3)])
-    assert "2 images are left out: a page shows 5." in page and page.count("an image that is left out") == 2
+    assert "2 images are left out: a page shows at most 5." in page and page.count("image left out to limit") == 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -469,7 +472,7 @@ def many_pages(n=450):
     records = [record(f"u{i}", sample(accuracy=float(i < 300)), index=i, groups={"g": str(i % 2)}) for i in range(n)]
     image = photo()
     examples = {r["uid"]: asked(r["uid"], images=[image]) for r in records}
-    return Shown("T", records, examples, {"n": n, "accuracy": 0.6})
+    return ReportPage("T", records, examples, {"n": n, "accuracy": 0.6})
 
 
 def test_a_page_has_200_prompts_and_links_the_others(tmp_path):
@@ -827,11 +830,12 @@ def test_an_image_opens_in_full_size(opened, tmp_path, key):
 @needs_browser
 def test_formulas_can_be_seen_as_they_were_written(opened):
     browser = opened(page_of([record("a", sample(r"so $\frac{1}{2}$ it is"))]))
-    height = "document.querySelector('.said math')?.getBoundingClientRect().height"
-    assert browser.evaluate(height) > 15 and "frac" not in browser.evaluate("document.querySelector('.said').innerText")
+    height = "document.querySelector('.responses math')?.getBoundingClientRect().height"
+    shown = browser.evaluate("document.querySelector('.responses').innerText")
+    assert browser.evaluate(height) > 15 and "frac" not in shown
     browser.press("t")
     assert browser.evaluate(height) == 0 and r"so $\frac{1}{2}$ it is" in browser.evaluate(
-        "document.querySelector('.said').innerText"
+        "document.querySelector('.responses').innerText"
     )
 
 
@@ -906,7 +910,7 @@ def test_a_page_of_a_thousand_photos_is_light_and_quick(opened, tmp_path, n=1000
             f"u{i}", "t", [{"role": "user", "content": "<image>Find $x$."}], Photos(i % photos), "70", {}
         )
     assert Image.open(io.BytesIO(Photos(1)[0])).size == (4000, 3000)
-    shown = Shown("T", records, examples, {"n": n, "samples": 8, "accuracy": 0.6})
+    shown = ReportPage("T", records, examples, {"n": n, "samples": 8, "accuracy": 0.6})
     start = time.perf_counter()
     P.write_pages(tmp_path / "report.html", shown)
     took = time.perf_counter() - start

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from errors import UserError
-from prepare_data import FileConfig, TaskConfig, make_file, read_examples
+from prepare_data import ConvertConfig, ToyConfig, make_file, read_examples
 from tasks import pairs
 
 PROMPT = f"<image><image>Statement: The left image has two dogs. {pairs.INSTRUCTION}"
@@ -69,13 +69,13 @@ def test_words_of_the_question_may_stand_around_a_name():
         ("Image 2 does not show a larger red dog.", 0), ("Image 2 shows a smaller dog.", 0), ("2 is larger than 1", 0),
         ("The red dog is larger.", 0), ("Image 1 or image 2 shows a red dog.", 0), ("Image 1 shows a red dog.", 0),
     ):  # fmt: skip
-        assert pairs.which(answer, row("2", prompt=asked), "stop")["accuracy"] == wanted, answer
-    assert pairs.which("\\boxed{2}<|im_end|>\\boxed{2}", row("2"), "stop")["accuracy"] == 0
+        assert pairs.which_image(answer, row("2", prompt=asked), "stop")["accuracy"] == wanted, answer
+    assert pairs.which_image("\\boxed{2}<|im_end|>\\boxed{2}", row("2"), "stop")["accuracy"] == 0
 
 
 @pytest.mark.parametrize("answer", ["no one but 2", "no one or 1", "No one, 2", "no one knows", "no one except 1"])
 def test_what_follows_no_one_is_read(answer):
-    assert pairs.which(f"\\boxed{{{answer}}}", row("none"), "stop")["accuracy"] == 0
+    assert pairs.which_image(f"\\boxed{{{answer}}}", row("none"), "stop")["accuracy"] == 0
 
 
 @pytest.mark.parametrize("n, answer, wanted", NAMED)
@@ -86,24 +86,24 @@ def test_answers_that_name_images(n, answer, wanted):
 
 
 def test_each_image_is_judged_by_itself():
-    assert pairs.which("\\boxed{2}", row("2"), "stop") == {
+    assert pairs.which_image("\\boxed{2}", row("2"), "stop") == {
         "accuracy": 1.0, "format": 1.0, "reward": 1.0, "images": [1.0, 1.0],
     }  # fmt: skip
-    assert pairs.which("\\boxed{1}", row("2"), "stop")["images"] == [0, 0]
-    assert pairs.which("\\boxed{4}", row("2", 4), "stop")["images"] == [1, 0, 1, 0]
-    assert pairs.which("\\boxed{both}", row("1"), "stop")["images"] == [1, 0]
-    assert pairs.which("\\boxed{1 or 2}", row("2"), "stop") == {
+    assert pairs.which_image("\\boxed{1}", row("2"), "stop")["images"] == [0, 0]
+    assert pairs.which_image("\\boxed{4}", row("2", 4), "stop")["images"] == [1, 0, 1, 0]
+    assert pairs.which_image("\\boxed{both}", row("1"), "stop")["images"] == [1, 0]
+    assert pairs.which_image("\\boxed{1 or 2}", row("2"), "stop") == {
         "accuracy": 0.0, "format": 1.0, "reward": pytest.approx(0.1), "images": [0.0, 0.0],
     }  # fmt: skip
     for answer in ("both", "none", "neither"):
         for truth in ("1", "2", "both", "none"):
             right = {"neither": "none"}.get(answer, answer) == truth
-            assert pairs.which(f"\\boxed{{{answer}}}", row(truth), "stop")["accuracy"] == right
+            assert pairs.which_image(f"\\boxed{{{answer}}}", row(truth), "stop")["accuracy"] == right
 
 
 def test_a_truth_that_names_no_image_is_refused():
     with pytest.raises(UserError, match="row 'row-7': ground_truth '3' names none of its 2 images; write 1 to 2"):
-        pairs.which("\\boxed{1}", row("3"), "stop")
+        pairs.which_image("\\boxed{1}", row("3"), "stop")
     with pytest.raises(UserError, match="row 'row-7': ground_truth 'red' is neither True nor False"):
         pairs.nlvr2("\\boxed{1}", row("red"), "stop")
 
@@ -142,8 +142,8 @@ NLVR2 = {"identifier": "dev-850-0-1", "sentence": "The left image is red.", "lab
 
 
 def made(folder, file, **more):
-    make_file("nlvr2", TaskConfig(input=(str(file),), out=str(folder / "out.parquet"), split="val", **more))
-    return read_examples(folder / "out.parquet", FileConfig(out=""))[0]
+    make_file("nlvr2", ToyConfig(input=(str(file),), out=str(folder / "out.parquet"), split="val", **more))
+    return read_examples(folder / "out.parquet", ConvertConfig(out=""))[0]
 
 
 def test_nlvr2s_own_layout(tmp_path):
@@ -167,7 +167,7 @@ def test_columns_of_images(tmp_path):
         (example,) = made(tmp_path, tmp_path / f"{i}.parquet")
         assert list(example.images) == [LEFT, RIGHT]
         assert (example.ground_truth, example.data_source) == (truth, source)
-    assert pairs.which("\\boxed{2}", example, "stop")["reward"] == 1.0
+    assert pairs.which_image("\\boxed{2}", example, "stop")["reward"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_toy_is_right_deterministic_and_its_splits_share_no_image(tmp_path):
     for _ in range(200):
         images, asked = next(source)
         for kind, prompt, reply, truth in asked:
-            grade = {"statement": pairs.nlvr2, "which": pairs.which}[kind]
+            grade = {"statement": pairs.nlvr2, "which": pairs.which_image}[kind]
             assert grade(reply, row(truth, len(images), prompt), "stop")["reward"] == 1.0
             assert prompt.count("<image>") == len(images)
             truths[truth] += 1
@@ -206,8 +206,8 @@ def test_toy_is_right_deterministic_and_its_splits_share_no_image(tmp_path):
             place = next((i for i, word in enumerate(pairs.ORDINALS) if f"the {word} image" in prompt), None)
             assert has[place] == (truth == "True") if kind == "statement" else has.index(True) + 1 == int(truth)
     assert 70 < truths["True"] < 130
-    make_file("pairs", TaskConfig(toy=True, n=10, out=str(tmp_path / "out.parquet")))
-    assert len(read_examples(tmp_path / "out.parquet", FileConfig(out=""))[0:]) > 0
+    make_file("pairs", ToyConfig(toy=True, n=10, out=str(tmp_path / "out.parquet")))
+    assert len(read_examples(tmp_path / "out.parquet", ConvertConfig(out=""))[0:]) > 0
 
 
 def test_ten_thousand_strings():
@@ -216,7 +216,7 @@ def test_ten_thousand_strings():
     start = time.process_time()
     for i in range(10_000):
         text = rng.choice(["", " "]).join(rng.choices(pieces, k=rng.randint(0, 20)))
-        found = pairs.which(text, row("2", 2 + i % 3), "stop")
+        found = pairs.which_image(text, row("2", 2 + i % 3), "stop")
         assert len(found["images"]) == 2 + i % 3 and found["accuracy"] in (0.0, 1.0)
         pairs.nlvr2(text, row("True"), "stop")
     assert (time.process_time() - start) / 10_000 < 0.002

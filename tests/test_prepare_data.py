@@ -32,10 +32,19 @@ import prepare_data as pd
 import train
 from errors import UserError
 from model import Processor
-from prepare_data import Example, FileConfig, Raw, ReadingConfig, decode_image, main, parse_args, write_examples
+from prepare_data import (
+    ConvertConfig,
+    DataFormatConfig,
+    Example,
+    RawRow,
+    decode_image,
+    main,
+    parse_args,
+    write_examples,
+)
 from reward import Task, full_marks
 from rewards.grade import Grader
-from rollout import drop_long_prompts, load_examples
+from rollout import filter_prompts, load_examples
 from sources import fetch as fetching
 from sources import images
 from sources.fetch import fetch, is_public
@@ -81,7 +90,7 @@ def save(path: Path, rows: list[dict], **kw) -> Path:
 
 
 def read_examples(path, limit=None, **settings) -> tuple[list[Example], list[str]]:
-    return pd.read_examples(path, ReadingConfig(**settings), limit)
+    return pd.read_examples(path, DataFormatConfig(**settings), limit)
 
 
 def message_of(path, **settings) -> str:
@@ -167,7 +176,7 @@ def test_geo3k_hub_shards(tmp_path):
     assert e.extra["letter"] == "B" and e.extra["answer_type"] == "fraction" and e.extra["choices"] == ["1", "2"]
     run("geo3k", "--input", clone, "--split", "val", "--out", out, "--data-source", "hiyouga/geometry3k")
     assert [e.uid for e in read_examples(out)[0]] == ["hiyouga/geometry3k/val/100"]
-    with pytest.raises(ValueError, match="no such file, nor folder of parquet files of --split test"):
+    with pytest.raises(ValueError, match="no such file or folder of parquet files of --split test"):
         run("geo3k", "--input", clone, "--split", "test", "--out", out)
 
 
@@ -179,7 +188,7 @@ def test_geo3k_hub_id(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(ValueError) as e:
         run("geo3k", "--input", "nobody/nothing", "--out", tmp_path / "x.parquet")
-    for part in ("--input nobody/nothing", "no such local path", "--repo-type dataset", "pass --input FOLDER"):
+    for part in ("--input nobody/nothing", "is not a local path", "--repo-type dataset", "pass --input FOLDER"):
         assert part in str(e.value)
 
     def snapshot(hub_id, repo_type, allow_patterns):
@@ -230,7 +239,7 @@ def test_a_task_file_makes_a_source(tmp_path, monkeypatch):
             yield {"data_source": "mine", "prompt": f"{i}?", "a": i, "toy": drawn}
 
     def rows(cfg):
-        return (Raw(f"mine row {i}", i, row) for i, row in enumerate(toy(cfg.n, cfg.split, cfg.seed, drawn=False)))
+        return (RawRow(f"mine row {i}", i, row) for i, row in enumerate(toy(cfg.n, cfg.split, cfg.seed, drawn=False)))
 
     task = types.ModuleType("mine", "Rows of mine.")
     vars(task).update(toy=toy, rows=rows, INSTRUCTION="Say it.", DEFAULTS={"answer_key": "a", "instruction": "mine"})
@@ -298,14 +307,14 @@ def test_directories_lists_globs_and_limit(tmp_path):
     assert order([tmp_path / "part-1.parquet"], limit=3) == [10, 11, 12]
     assert "part-0.parquet row 0" in message_of([tmp_path / "part-0.parquet"] * 2), "a shard given twice"
     for nothing in ([], ","):
-        assert "--input is missing" in message_of(nothing)
+        assert "--input is required" in message_of(nothing)
     assert "no such file" in message_of(f"{tmp_path}/x*")
 
 
 def test_directory_of_mixed_splits_is_refused(tmp_path):
     save(tmp_path / "train-0.parquet", [verl_row(0)])
     save(tmp_path / "test-0.parquet", [verl_row(1)])
-    assert "shards of train, test" in message_of(tmp_path)
+    assert "shards of several splits (train, test)" in message_of(tmp_path)
     assert len(read_examples(f"{tmp_path}/train*")[0]) == 1
 
 
@@ -324,16 +333,16 @@ def test_many_row_groups_and_batches(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"images": []}, "1 <image> marks in the prompt but 0 images; write one mark per"),
-        ({"images": [{"bytes": RED, "path": None}] * 2}, "1 <image> marks in the prompt but 2 images; write one mark"),
+        ({"images": []}, "1 <image> placeholders in the prompt but 0 images; write one per"),
+        ({"images": [{"bytes": RED, "path": None}] * 2}, "1 <image> placeholders in the prompt but 2 images; write"),
         ({"prompt": [{"role": "user", "content": "<image 2>"}]}, "<image 2> in the prompt, but the row has 1 images"),
         ({"images": [{"bytes": None, "path": None}]}, "image 0 has neither bytes nor path"),
         ({"images": [{"bytes": None, "path": "gone.png"}]}, "gone.png: No such file or directory; relative paths star"),
         ({"images": [{"bytes": RED[:-30], "path": None}]}, f"image 0 ({len(RED) - 30} bytes) cannot be decoded: "),
         ({"images": [{"bytes": b"garbage", "path": None}]}, "image 0 (7 bytes) cannot be decoded: not one of PNG, JPE"),
-        ({"images": [{"bytes": None, "path": "http://h/x.png"}]}, "training touches no network: run prepare_data.py"),
+        ({"images": [{"bytes": None, "path": "http://h/x.png"}]}, "training does not read from the network; run "),
         ({"reward_model": {"style": "rule", "ground_truth": None}}, "no ground truth"),
-        ({"reward_model": {"style": "rule", "ground_truth": "  "}}, "missing or empty; --answer-key names its column"),
+        ({"reward_model": {"style": "rule", "ground_truth": "  "}}, "or empty; name its column with --answer-key"),
         ({"prompt": []}, "empty prompt"),
         ({"prompt": None}, "empty prompt"),
         ({"prompt": [{"role": "user", "content": " \n"}]}, "empty prompt: no user message has any text"),
@@ -370,15 +379,15 @@ def test_file_errors(tmp_path):
     assert "no column 'image'" in message and "--image-key" in message
     assert "gone.parquet: no such file" in message_of(tmp_path / "gone.parquet")
     (tmp_path / "zero.parquet").write_bytes(b"")
-    assert "zero.parquet is no parquet file, or is damaged: Parquet file size is 0" in message_of(
+    assert "zero.parquet is not a parquet file, or is damaged: Parquet file size is 0" in message_of(
         tmp_path / "zero.parquet"
     )
     (tmp_path / "text.parquet").write_text("hello" * 20)
-    assert "text.parquet is no parquet file, or is damaged" in message_of(tmp_path / "text.parquet")
+    assert "text.parquet is not a parquet file, or is damaged" in message_of(tmp_path / "text.parquet")
     pq.write_table(pa.Table.from_pylist([verl_row(0)]).slice(0, 0), tmp_path / "none.parquet")
     assert "none.parquet has no rows" in message_of(tmp_path / "none.parquet")
     (tmp_path / "empty").mkdir()
-    assert "empty: no such file, nor folder of parquet files" in message_of(tmp_path / "empty")
+    assert "empty: no such file or folder of parquet files" in message_of(tmp_path / "empty")
 
 
 def test_damaged_pages_name_the_file(tmp_path):
@@ -388,7 +397,7 @@ def test_damaged_pages_name_the_file(tmp_path):
     data = bytearray(path.read_bytes())
     data[4:400] = bytes(396)
     path.write_bytes(data)
-    assert f"{path} is no parquet file, or is damaged near row 0" in message_of(path)
+    assert f"{path} is not a parquet file, or is damaged near row 0" in message_of(path)
 
 
 def test_text_only_file(tmp_path):
@@ -796,7 +805,7 @@ def test_private_addresses_are_refused_at_every_hop(tmp_path, server, monkeypatc
         url.replace("127.0.0.1", "[::ffff:127.0.0.1]"),
         url.replace("127.0.0.1", "0x7f.1"),
     ):
-        with pytest.raises(UserError, match=r"not public \(--url-private allows that"):
+        with pytest.raises(UserError, match=r"not public \(pass --url-private to allow it"):
             fetch(u, tries=1)
     inside = ("10.0.0.1", "169.254.169.254", "::1", "fe80::1", "100.64.0.1", "2002:7f00:1::", "224.0.0.1", "0.0.0.0")
     inside += ("64:ff9b::7f00:1", "64:ff9b:1::808:808", "::7f00:1", "::808:808", "::ffff:0:7f00:1", "::ffff:10.0.0.1")
@@ -808,7 +817,7 @@ def test_private_addresses_are_refused_at_every_hop(tmp_path, server, monkeypatc
     monkeypatch.setattr(fetching, "is_public", lambda ip: ip == "127.0.0.1")
     inside = url.replace("127.0.0.1", "127.0.0.2")
     assert fetch(f"{url}/to?{url}/public.png") == RED
-    with pytest.raises(UserError, match="127.0.0.2 is at 127.0.0.2, not public"):
+    with pytest.raises(UserError, match="127.0.0.2 resolves to 127.0.0.2, which is not public"):
         fetch(f"{url}/to?{inside}/private.png")
     assert "/private.png" not in hits and "/public.png" in hits
     asked, real = [], fetching.socket.getaddrinfo
@@ -835,7 +844,7 @@ def test_a_private_proxy_opens_no_way_to_private_hosts(scheme, server, monkeypat
         monkeypatch.delenv(name, raising=False)
     private = ("127.0.0.1:1", "127.1", "0x7f000001", "127.0.0%2e1", "[::1]:80", "[64:ff9b::7f00:1]", "localhost.")
     for host in (*private, url.removeprefix("http://")):
-        with pytest.raises(UserError, match=r"not public \(--url-private allows that"):
+        with pytest.raises(UserError, match=r"not public \(pass --url-private to allow it"):
             fetch(f"{scheme}://{host}/behind.png", tries=1)
     assert not [path for path in hits if "behind" in path]
     if scheme == "http":  # what the proxy itself looks up, or is public, still goes through it
@@ -847,7 +856,7 @@ def test_a_private_proxy_opens_no_way_to_private_hosts(scheme, server, monkeypat
     monkeypatch.setenv("no_proxy", "direct.test")  # not by the proxy: looked up here, and checked
     place = socket.getaddrinfo("127.0.0.1", 80, type=socket.SOCK_STREAM)
     monkeypatch.setattr(fetching.socket, "getaddrinfo", lambda *of, **more: place)
-    with pytest.raises(UserError, match="direct.test is at 127.0.0.1, not public"):
+    with pytest.raises(UserError, match="direct.test resolves to 127.0.0.1, which is not public"):
         fetch(f"{scheme}://direct.test/behind.png", tries=1)
 
 
@@ -855,7 +864,9 @@ def test_a_private_proxy_opens_no_way_to_private_hosts(scheme, server, monkeypat
 
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
-words = words.filter(lambda s: "<image>" not in s and "<video>" not in s and not pd.SPECIAL.search(s))
+words = words.filter(
+    lambda s: "<image>" not in s and "<video>" not in s and not pd.PROMPT_SPECIAL_TOKEN_PATTERN.search(s)
+)
 numbers = st.integers(-9, 9) | st.integers(2**64, 2**70) | st.floats(allow_nan=False)
 values = st.none() | st.booleans() | numbers | words | st.lists(st.integers(-9, 9) | words, max_size=3)
 values |= st.dictionaries(st.sampled_from("xy"), st.integers(-9, 9), max_size=2)
@@ -944,7 +955,7 @@ def test_inspect_other_layout(tmp_path, capsys):
         (("geo3k", "--out", "."), "--out is ."),
         (
             ("csv", "--input", "a", "b", "--out", "x.parquet"),
-            "a: no such file, nor folder of parquet files, nor glob of either",
+            "a: no such file or folder of parquet files, and no file matches it as a glob",
         ),
         (("parquet", "--input", "x.parquet", "--out", "x.parquet"), "--out x.parquet is also the --input"),
         (("jsonl", "--input", "gone.jsonl", "--out", "x.parquet"), "gone.jsonl: no such file"),
@@ -952,8 +963,8 @@ def test_inspect_other_layout(tmp_path, capsys):
         (("shapes", "--n", "0", "--out", "x.parquet"), "--n 0: must be at least 1"),
         (("jsonl", "--url-tries", "0", "--input", "a", "--out", "x.parquet"), "--url-tries 0: must be at least 1"),
         (("inspect", "x.parquet", "--limit", "0"), "--limit 0: must be at least 1"),
-        (("geo3k",), "--out is missing"),
-        (("jsonl", "--out", "x.parquet"), "--input is missing"),
+        (("geo3k",), "--out is required"),
+        (("jsonl", "--out", "x.parquet"), "--input is required"),
     ],
 )
 def test_wrong_flags(tmp_path, monkeypatch, argv, reason):
@@ -1048,7 +1059,7 @@ def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
     special = set(processor.special_tokens.values())
 
     def count(messages):
-        return sum(i in special for i in processor.render(messages))
+        return sum(i in special for i in processor.tokenize_messages(messages))
 
     plain, refused, rendered = count([{"role": "user", "content": "a"}]), 0, 0
     per_image = count([{"role": "user", "content": "a<image>"}]) - plain
@@ -1056,7 +1067,7 @@ def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
         text = "".join(rng.choice(pieces, rng.integers(1, 12))) + "x"
         record = {"prompt": text, "images": [RED] * text.count("<image>"), "reward_model": {"ground_truth": "1"}}
         try:
-            example = pd.build_example(Raw("f row 0", 0, record), ReadingConfig())
+            example = pd.build_example(RawRow("f row 0", 0, record), DataFormatConfig())
         except UserError:
             refused += 1
             assert "<|" in text
@@ -1070,7 +1081,7 @@ def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
     ]
     assert "6 of 7 rows are bad" in message_of(save(tmp_path / "f.parquet", rows))
     left_out = read_examples(tmp_path / "f.parquet", bad_rows="skip")[1]
-    assert "f.parquet row 1: message 0 contains '<|im_end|>'" in left_out[0] and len(left_out) == 6
+    assert "f.parquet row 1: message 0 contains the special token '<|im_end|>'" in left_out[0] and len(left_out) == 6
 
 
 def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, capsys):
@@ -1089,10 +1100,10 @@ def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, caps
     ]
     examples, _ = read_examples(save(tmp_path / "f.parquet", rows))
     with pytest.raises(
-        UserError, match=r"1 of 3 rows(.|\n)*train/f/1': the tokenizer's special token \[STOP\] in the prompt"
+        UserError, match=r"1 of 3 rows(.|\n)*train/f/1': the prompt text contains the special token \[STOP\]"
     ):
-        drop_long_prompts(examples, [processor], 2048)
-    kept, dropped, lengths = drop_long_prompts(examples, [processor], 2048, bad_rows="skip")
+        filter_prompts(examples, [processor], 2048)
+    kept, dropped, lengths = filter_prompts(examples, [processor], 2048, bad_rows="skip")
     assert [e.extra["index"] for e in kept] == [0, 2] and len(lengths) == 2 and "[STOP]" in dropped[0]
     args = train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--bad-rows", "skip"])
     loaded = load_examples(str(tmp_path / "f.parquet"), args.data, [processor], Grader())
@@ -1123,12 +1134,12 @@ def test_images_too_large_too_long_or_moving_are_bad_rows(tmp_path, monkeypatch)
     loads, real = [], ImageFile.ImageFile.load
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: loads.append(self.size) or real(self))
     bad = {
-        png_header(8_000, 8_000): "8000x8000 pixels, at most 50 million pixels",
-        png_header(70_000, 400): "70000x400 pixels, at most 50 million pixels and 65535 a side",
-        png(size=(3, 900)): "3x900 pixels: one side is 200 or more times the other",
-        png(size=(200, 1)): "200x1 pixels: one side is 200",
+        png_header(8_000, 8_000): "8000x8000 pixels, but the limit is 50 million pixels",
+        png_header(70_000, 400): "70000x400 pixels, but the limit is 50 million pixels and 65535 per side",
+        png(size=(3, 900)): "3x900 pixels: one side is at least 200 times the other",
+        png(size=(200, 1)): "200x1 pixels: one side is at least 200",
         **{
-            frames(fmt, 3): "3 frames or pages, and only the first would be seen"
+            frames(fmt, 3): "3 frames or pages, but only the first would be used"
             for fmt in ("GIF", "WEBP", "PNG", "TIFF")
         },
     }
@@ -1165,7 +1176,7 @@ def test_videos_are_refused(tmp_path):
             verl_row(2, videos=[], prompt=[{"role": "user", "content": "<image><video>?"}])]  # fmt: skip
     path = save(tmp_path / "f.parquet", rows)
     message = message_of(path)
-    assert "2 of 3 rows" in message and "row 1: column videos is not empty, and videos are not supported" in message
+    assert "2 of 3 rows" in message and "row 1: column videos is not empty, but videos are not supported" in message
     assert "row 2: message 0 contains <video>" in message
     run("parquet", "--input", path, "--out", tmp_path / "o.parquet", "--bad-rows", "skip")
     assert ["videos" in e.extra for e in read_examples(tmp_path / "o.parquet")[0]] == [False]
@@ -1178,7 +1189,7 @@ def test_only_regular_files_of_some_size_are_read(tmp_path, monkeypatch):
     (tmp_path / "red.png").write_bytes(RED)
     with open(tmp_path / "huge.png", "wb") as file:
         file.truncate(20 << 30)  # sparse
-    cells = {"pipe.png": "no regular file", "/dev/zero": "no regular file", "dir.png": "no regular file",
+    cells = {"pipe.png": "not a regular file", "/dev/zero": "not a regular file", "dir.png": "not a regular file",
              "empty.png": "has 0 bytes", "huge.png": "has 21474836480 bytes, expected 1 to"}  # fmt: skip
     for cell, reason in cells.items():
         with pytest.raises(UserError, match=reason):
@@ -1186,7 +1197,7 @@ def test_only_regular_files_of_some_size_are_read(tmp_path, monkeypatch):
     (tmp_path / "g/1").mkdir(parents=True)
     os.mkfifo(tmp_path / "g/1/data.json")
     (tmp_path / "g/²").mkdir()  # a digit to Python, and no number
-    with pytest.raises(UserError, match="1/data.json is no regular file"):
+    with pytest.raises(UserError, match="1/data.json is not a regular file"):
         run("geo3k", "--input", tmp_path / "g", "--out", tmp_path / "o.parquet")
 
 
@@ -1362,9 +1373,9 @@ def test_hostile_rows_are_examples_or_bad_rows(tmp_path):
         for name in rng.choice(list(good), rng.integers(1, 3), replace=False):
             value = HOSTILE[rng.integers(len(HOSTILE))]
             good[name] = {"k": value} if name == "extra_info" and rng.random() < 0.5 else value
-        raws.append(Raw(f"f\x1b row {i}", i, good, tmp_path))
+        raws.append(RawRow(f"f\x1b row {i}", i, good, tmp_path))
     bad: list[str] = []
-    examples = list(pd.good_rows(raws, FileConfig(out="", answer_key="answer", bad_rows="skip"), bad))
+    examples = list(pd.valid_examples(raws, ConvertConfig(out="", answer_key="answer", bad_rows="skip"), bad))
     assert len(examples) + len(bad) == len(raws) and min(len(examples), len(bad)) > 200
     assert all(line.startswith("f\\x1b row ") and line.isprintable() and len(line) < 700 for line in bad)
     assert write_examples(examples, tmp_path / "o.parquet") == len(examples)

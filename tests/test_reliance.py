@@ -13,7 +13,7 @@ import pytest
 from test_train import run, write_parquet
 
 import demo
-from tasks.shapes import png, shapes_rows
+from tasks.shapes import encode_png, shapes_rows
 
 COLOURS = {"lemon": "yellow", "grass": "green", "sky": "blue", "blood": "red", "coal": "black", "snow": "white"}
 
@@ -24,7 +24,7 @@ def scenes(split, seed):
 
     rng = random.Random(f"{split}/{seed}")
     while True:
-        image = png(Image.effect_noise((56, 56), 100).convert("RGB"))
+        image = encode_png(Image.effect_noise((56, 56), 100).convert("RGB"))
         things = rng.sample(sorted(COLOURS), 3)
         ask = "<image>Answer in \\boxed{}. Which colour has {}?".replace("{}?", "%s?")
         yield [image], [("colour", ask % t, f"\\boxed{{{COLOURS[t]}}}", COLOURS[t]) for t in things]
@@ -63,9 +63,12 @@ def evaluated(model, rows, out, kinds):
 
 @pytest.mark.slow
 def test_reliance_is_told(tmp_path, monkeypatch):
-    known = demo.with_scenes() | {"noise": SimpleNamespace(scenes=scenes), "colour": SimpleNamespace(scenes=colours)}
-    monkeypatch.setattr(demo, "with_scenes", lambda: known)
-    monkeypatch.setattr(demo, "dist_setup", lambda: SimpleNamespace(rank=0, world=1, main=True))
+    known = demo.find_demo_tasks() | {
+        "noise": SimpleNamespace(scenes=scenes),
+        "colour": SimpleNamespace(scenes=colours),
+    }
+    monkeypatch.setattr(demo, "find_demo_tasks", lambda: known)
+    monkeypatch.setattr(demo, "setup_distributed", lambda: SimpleNamespace(rank=0, world=1, is_main=True))
     monkeypatch.setattr(demo.dist, "all_reduce", lambda tensor: None)
 
     model, kinds = trained(tmp_path / "noise", "noise", 50), ("blank", "none")
@@ -73,7 +76,7 @@ def test_reliance_is_told(tmp_path, monkeypatch):
     assert blind["accuracy"] > 0.9 and blind["reliance"]["constant"] < 0.35
     for kind in kinds:
         assert blind["reliance"][kind]["accuracy"] > 0.9
-    assert told.count("no sign that it looks") == 2 and "by looking" not in told
+    assert told.count("no evidence that the model uses the image") == 2 and ": the model" not in told
 
     model, kinds = trained(tmp_path / "colour", "colour", 100), ("blank", "shuffled")
     rows = [row for row in shapes_rows(400, "test", 0) if row["extra_info"]["answer_type"] == "colour"]
@@ -82,4 +85,4 @@ def test_reliance_is_told(tmp_path, monkeypatch):
     for kind in kinds:
         found = sees["reliance"][kind]
         assert found["accuracy_ci95"][0] <= sees["reliance"]["constant"] and found["drop_ci95"][0] > 0.1
-        assert f"{found['drop']:.3f}, to what may be chance: it answers by looking" in told
+        assert f"{found['drop']:.3f}, to a level not significantly above chance: the model uses" in told

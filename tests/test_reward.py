@@ -28,7 +28,7 @@ from scoring import score_batch  # noqa: E402
 
 import reward  # noqa: E402
 from reward import Counting, RewardConfig  # noqa: E402
-from rewards.grade import Grader, Response, check_tasks, response_to, score  # noqa: E402
+from rewards.grade import Grader, RolloutStub, check_tasks, grade, make_rollout_stub  # noqa: E402
 from tasks import _math_verify, geometry  # noqa: E402
 
 ROWS = [json.loads(line) for line in (ROOT / "tests/data/reward_cases.jsonl").read_text().splitlines()]
@@ -81,7 +81,7 @@ DIFFERS_FROM_VERL = {
 @pytest.mark.parametrize("row", RESPONSES, ids=lambda row: row["note"])
 def test_response_scores_as_in_verl(row):
     expected = DIFFERS_FROM_VERL.get(row["response"], row["verl_geo3k_score"])
-    assert score(row["response"], example(row["ground_truth"]))["reward"] == pytest.approx(expected, abs=1e-12)
+    assert grade(row["response"], example(row["ground_truth"]))["reward"] == pytest.approx(expected, abs=1e-12)
 
 
 # --- answers ------------------------------------------------------------------------------------------------------
@@ -541,7 +541,7 @@ def test_times_are_no_ratios():
 @pytest.mark.parametrize("truth", HOLES + BROKEN)
 def test_truth_that_nothing_could_equal_is_refused_at_reading(truth):
     with pytest.raises(
-        reward.UserError, match=r"^row 'row-7': nothing could equal the ground_truth .*correct or remove"
+        reward.UserError, match=r"^row 'row-7': the ground_truth .*correct or remove"
     ):
         check_tasks([example("48"), example(truth)])
 
@@ -571,8 +571,8 @@ def test_truths_that_are_read():
     assert check_tasks(map(example, truths)) == {"geo3k": len(truths)}
     for truth in ("°", " ", "."):
         row = example(truth, "shapes", answer_type="angle")
-        assert score("\\boxed{}", row)["accuracy"] == 0.0
-        with pytest.raises(reward.UserError, match="nothing could equal"):
+        assert grade("\\boxed{}", row)["accuracy"] == 0.0
+        with pytest.raises(reward.UserError, match="does not earn full marks"):
             check_tasks([row])
 
 
@@ -586,10 +586,10 @@ def test_boxes():
     for response in ("The answer is 48", "<answer>48</answer>", "\\boxed48", "a\n48", "48 </think>"):
         assert not geometry.grade_geometry(response, "48")
     assert geometry.grade_geometry("48", "48") and not geometry.grade_geometry("47", "48")  # bare, for calls by hand
-    assert score("48", example("48"))["accuracy"] == 0.0  # but in training an answer has to be boxed
+    assert grade("48", example("48"))["accuracy"] == 0.0  # but in training an answer has to be boxed
     for length, accuracy in ((1000, 1.0), (1001, 0.0)):  # a longer box is no final answer
         boxed = f"\\boxed{{{'red':>{length}}}}"
-        assert score(boxed, example("red", "shapes", answer_type="colour"))["accuracy"] == accuracy
+        assert grade(boxed, example("red", "shapes", answer_type="colour"))["accuracy"] == accuracy
 
 
 # --- values, judged by sympy --------------------------------------------------------------------------------------
@@ -703,12 +703,12 @@ def test_hostile_answer_needs_no_worker_and_no_time(answer):
     with Counting() as counted:
         for truth in ("5 \\sqrt { 3 }", "2x+3", "B"):
             for response in (f"<think>a</think> \\boxed{{{answer}}}", answer):
-                for grade in (geometry.grade_geometry, lambda r, t: score(r, example(t))["accuracy"]):
+                for grader in (geometry.grade_geometry, lambda r, t: grade(r, example(t))["accuracy"]):
                     start = time.perf_counter()
-                    assert not grade(response, truth)
+                    assert not grader(response, truth)
                     assert time.perf_counter() - start < 1.0
         start = time.perf_counter()
-        score(f"\\boxed{{{answer}}}", example("red", "shapes", answer_type="colour"))
+        grade(f"\\boxed{{{answer}}}", example("red", "shapes", answer_type="colour"))
         assert time.perf_counter() - start < 1.0
     assert counted.counts["cas"] == 0
 
@@ -767,7 +767,7 @@ def test_what_sympy_raises_is_a_wrong_answer(monkeypatch):
     def raises(*_):
         raise MemoryError
 
-    monkeypatch.setattr(_math_verify, "compare", raises)
+    monkeypatch.setattr(_math_verify, "compare_latex", raises)
     with Counting(limit=lambda seconds, question: None) as counted:  # as in a process that grades
         assert not geometry.same_answer("\\log_2 8", "3")
     assert counted.counts == {"cas_crash": 1, "graded": 1}
@@ -775,14 +775,14 @@ def test_what_sympy_raises_is_a_wrong_answer(monkeypatch):
 
 def test_hanging_answers_share_a_budget(monkeypatch):
     """After MAX_LATE late comparisons the rest of a batch is not compared; the next batch is."""
-    monkeypatch.setattr(_math_verify, "MAX_LATE", 1)
+    monkeypatch.setattr(_math_verify, "MAX_LATE_COMPARISONS", 1)
     answers = ["\\log_2 8"] + [f"\\log_{{2}}{{9^{{9^{{9^{n}}}}}}}" for n in range(9, 49)] + ["4"]
     responses, rows = [f"\\boxed{{{a}}}" for a in answers], [example("4" if a == "4" else "3") for a in answers]
     grader = Grader(RewardConfig(reward_workers=0, reward_errors="stop"))
     assert geometry.same_answer("\\log_2 4", "2")  # a first import is not the answers' fault
     for _ in range(2):
         start = time.perf_counter()
-        rewards = grader.collect([response_to(row, text) for row, text in zip(rows, responses, strict=True)])
+        rewards = grader.collect([make_rollout_stub(row, text) for row, text in zip(rows, responses, strict=True)])
         assert time.perf_counter() - start < _math_verify.TIMEOUT_S + 5.0
         assert [r["accuracy"] for r in rewards] == [1.0] + [0.0] * 40 + [1.0]
         counts = grader.pop_counts()
@@ -791,8 +791,8 @@ def test_hanging_answers_share_a_budget(monkeypatch):
 
 def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     import eval as evaluation
-    from rollout import Prompt, Sampling
-    from utils import Context
+    from rollout import Prompt, SamplingParams
+    from utils import DistContext
 
     contexts, rows = [], [example(str(n)) for n in range(5)]
     for n, row in enumerate(rows):
@@ -811,20 +811,20 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
             answers = [(p, f"\\boxed{{{int(p.example.ground_truth) + s}}}") for p in prompts for s in range(samples)]
             ended = {"finish_reason": "stop", "ended_by": "response", "is_episode": False}
             ended |= {"response": [1, 2], "response_mask": [True, True]}
-            return [Response(text=text, prompt=prompt, **ended) for prompt, text in answers]
+            return [RolloutStub(text=text, prompt=prompt, **ended) for prompt, text in answers]
 
     grader = Grader(RewardConfig(reward_workers=0))
-    monkeypatch.setattr(evaluation, "CHUNK", 3)
+    monkeypatch.setattr(evaluation, "CHUNK_EXAMPLES", 3)
 
-    def make_prompts(examples, processor, blank, start_of, context):
+    def make_prompts(examples, processor, blank, reset_fn, context):
         return [Prompt(e.uid, [], [], e, [], context=context) for e in examples]
 
     monkeypatch.setattr(evaluation, "make_prompts", make_prompts)
-    monkeypatch.setattr(Context, "gather_main", lambda ctx, records: records)
-    ctx = Context(0, 1, "cpu")
-    asked = (Engine(), rows, None, grader, ctx, Sampling(8, 1.0, 1.0, 0))
-    records = evaluation.Evaluation(*asked, samples=2, step=3).records()
-    assert [(c.step, c.stage) for c in contexts] == [(3, reward.Stage())] * 2 and not grader.counts
+    monkeypatch.setattr(DistContext, "gather_to_main", lambda ctx, records: records)
+    ctx = DistContext(0, 1, "cpu")
+    asked = (Engine(), rows, None, grader, ctx, SamplingParams(8, 1.0, 1.0, 0))
+    records = evaluation.Evaluation(*asked, samples=2, step=3).collect_records()
+    assert [(c.step, c.stage) for c in contexts] == [(3, reward.CurriculumStage())] * 2 and not grader.counts
     assert [(r["index"], r["uid"], r["ground_truth"]) for r in records[:4]] == [(n, str(n), str(n)) for n in range(4)]
     for n, record in enumerate(records[:4]):
         assert [s["text"] for s in record["samples"]] == [f"\\boxed{{{n}}}", f"\\boxed{{{n + 1}}}"]
@@ -923,14 +923,14 @@ def test_format_is_verls_regex(pieces):
 
 def test_special_tokens_are_no_text():
     assert geometry.format_reward("<think>a<|im_start|></think>\\boxed{4}") == 0.0
-    assert score("<think>a</think>\\boxed{4<|im_start|>}", example("4")) == {
+    assert grade("<think>a</think>\\boxed{4<|im_start|>}", example("4")) == {
         "accuracy": 0.0,
         "format": 0.0,
         "reward": 0.0,
     }
     row = example("red", "shapes", answer_type="colour")
-    assert score("\\boxed{red<|endoftext|>}", row)["reward"] == 0.0
-    assert score("<think><|im_end|></think>\\boxed{red}", row)["format"] == 0.0
+    assert grade("\\boxed{red<|endoftext|>}", row)["reward"] == 0.0
+    assert grade("<think><|im_end|></think>\\boxed{red}", row)["format"] == 0.0
 
 
 def test_engines_keep_special_tokens_visible(loaded):
@@ -978,14 +978,14 @@ def test_format_is_linear():
     ],
 )
 def test_shapes(response, truth, accuracy, form):
-    rewards = score(response, example(truth, "shapes", answer_type="colour"))
+    rewards = grade(response, example(truth, "shapes", answer_type="colour"))
     assert rewards == {"accuracy": accuracy, "format": form, "reward": pytest.approx(0.9 * accuracy + 0.1 * form)}
 
 
 def test_shapes_needs_a_known_answer_type():
     for extra in ({}, {"answer_type": "size"}):
         with pytest.raises(ValueError, match="row-7.*answer_type.*count, colour, shape, exists, angle"):
-            score("\\boxed{red}", example("red", "shapes", **extra))
+            grade("\\boxed{red}", example("red", "shapes", **extra))
 
 
 # --- tasks and custom rewards -------------------------------------------------------------------------------------
@@ -999,7 +999,7 @@ def test_task_names():
 
 def test_unknown_task_names_row_tasks_and_remedy():
     with pytest.raises(ValueError, match=r"row-7.*'me/chess'.*geo3k, .*shapes.*--reward FILE.py:FUNCTION"):
-        score("x", example("e4", "me/chess"))
+        grade("x", example("e4", "me/chess"))
 
 
 CHESS = """
@@ -1022,11 +1022,11 @@ def test_a_file_in_tasks_is_a_task(tmp_path):
     code = """
 from types import SimpleNamespace
 import reward
-from rewards.grade import Grader, check_tasks, response_to
+from rewards.grade import Grader, check_tasks, make_rollout_stub
 sources = [("me/LiChess", "e4"), ("go", ""), ("chess", "")]
 rows = [SimpleNamespace(data_source=source, ground_truth=truth, extra={}, uid=truth) for source, truth in sources]
 grader = Grader(reward.RewardConfig(reward_workers=0))
-scored = grader.collect([response_to(rows[0], text) for text in ("e4", "d4")])
+scored = grader.collect([make_rollout_stub(rows[0], text) for text in ("e4", "d4")])
 print(scored, check_tasks(rows[:1]), reward.TASKS["lichess"].instruction)
 for row in rows[1:]:
     try:
@@ -1038,7 +1038,7 @@ for row in rows[1:]:
     scored, unknown, hole = done.stdout.splitlines()
     assert scored == "[{'legal': 1.0, 'reward': 1.0}, {'legal': 1.0, 'reward': 0.0}] {'chess': 1} Write a move."
     assert re.search(r"no reward for data_source 'go' \(task 'go'\); known tasks: .*chess, .*geo3k, .*shapes", unknown)
-    assert hole.startswith("row '': nothing could equal the ground_truth '', which itself as an answer does not earn ")
+    assert hole.startswith("row '': the ground_truth '', given as the answer, does not earn full marks ")
 
 
 @pytest.mark.parametrize("missing, allowed", [("tasks.geometry", True), ("a_package", False)])
@@ -1055,7 +1055,7 @@ def test_register_refuses_a_taken_name(monkeypatch):
     reward.load_tasks()
     monkeypatch.setattr(reward, "TASKS", dict(reward.TASKS))
     reward.register("chess")(lambda response, example, finish_reason: {"reward": float(finish_reason == "length")})
-    assert score("x", example("e4", "me/chess"), finish_reason="length") == {"reward": 1.0}
+    assert grade("x", example("e4", "me/chess"), finish_reason="length") == {"reward": 1.0}
     with pytest.raises(ValueError, match="'geo3k'"):
         reward.register("geo3k")(lambda response, example, finish_reason: {})
 
@@ -1083,7 +1083,7 @@ def test_reward_parts_are_bounded():
     import torch
 
     def checked(value):
-        return reward.checked({"part": value, "reward": 0}, "row-7", "a" * 99)["part"]
+        return reward.validate_reward({"part": value, "reward": 0}, "row-7", "a" * 99)["part"]
 
     good = [
         True,
@@ -1127,10 +1127,10 @@ def test_reward_parts_are_bounded():
         assert len(str(caught.value)) < 250
 
 
-@pytest.mark.parametrize("name", ["mean", "constant_groups", "unpenalised", "overlong"])
+@pytest.mark.parametrize("name", ["mean", "zero_std_frac", "unpenalised", "overlong"])
 def test_names_that_train_adds_are_reserved(name):
     with pytest.raises(reward.UserError, match=f"row 'row-7': reward part '{name}' has the name of a metric"):
-        reward.checked({name: 0.5, "reward": 1.0}, "row-7", "abc")
+        reward.validate_reward({name: 0.5, "reward": 1.0}, "row-7", "abc")
 
 
 def test_score_batch_keeps_order():

@@ -10,13 +10,13 @@ from conftest import FAMILIES, written
 
 import engines.hf
 import model as M
-from engines.hf import Decoding, HFEngine, PromptCache, logits_of, sample_tokens
+from engines.hf import DecodeBatch, HFEngine, PromptCache, compute_logits, sample_tokens
 from engines.launch import make_engine, size_limits
 from errors import UserError
 from packing import Packer
-from rollout import Examples, Sampling, drop_long_prompts, make_prompts
-from tasks.shapes import png
-from utils import Context
+from rollout import ExampleList, SamplingParams, filter_prompts, make_prompts
+from tasks.shapes import encode_png
+from utils import DistContext
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,9 @@ def example(uid, content, images):
     messages = [{"role": "user", "content": content}]
     more = {"ground_truth": "x", "extra": {}, "data_source": "shapes"}
     sizes = [image.size for image in images]
-    return SimpleNamespace(uid=uid, messages=messages, images=[png(i) for i in images], image_sizes=sizes, **more)
+    return SimpleNamespace(
+        uid=uid, messages=messages, images=[encode_png(i) for i in images], image_sizes=sizes, **more
+    )
 
 
 def ids(rollouts):
@@ -34,7 +36,7 @@ def ids(rollouts):
 
 
 def places(rollouts):
-    return [(r.prompt.uid, r.sample) for r in rollouts]
+    return [(r.prompt.uid, r.sample_index) for r in rollouts]
 
 
 @torch.no_grad()
@@ -56,7 +58,7 @@ def test_greedy_equals_transformers_generate(family, loaded, examples):
     hf, processor = loaded[family]
     engine = HFEngine(hf, processor, CPU)
     prompts = make_prompts(examples, processor)
-    ours = engine.generate(prompts, 1, Sampling(12, temperature=0.0))
+    ours = engine.generate(prompts, 1, SamplingParams(12, temperature=0.0))
     for prompt, rollout in zip(prompts, ours, strict=True):
         ids_1T = torch.tensor([prompt.token_ids])
         more = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": engine.banned.tolist()}
@@ -74,14 +76,14 @@ def test_greedy_equals_transformers_generate(family, loaded, examples):
 def test_engine_logprobs_equal_the_trainers(family, loaded, examples):
     hf, processor = loaded[family]
     engine, policy = HFEngine(hf, processor, CPU), M.Policy(hf, processor)
-    for r in engine.generate(make_prompts(examples, processor), 4, Sampling(9, temperature=0.8, seed=3)):
+    for r in engine.generate(make_prompts(examples, processor), 4, SamplingParams(9, temperature=0.8, seed=3)):
         torch.testing.assert_close(torch.tensor(r.logprobs), trainer_logprobs(policy, r, 0.8), rtol=0, atol=5e-6)
 
 
 def test_a_sample_does_not_depend_on_its_batch(loaded, examples):
     hf, processor = loaded["qwen2_5_vl"]
     prompts = make_prompts(examples, processor)
-    sampling = Sampling(10, seed=5)
+    sampling = SamplingParams(10, seed=5)
     together = HFEngine(hf, processor, CPU).generate(prompts, 3, sampling)
     engine = HFEngine(hf, processor, CPU)
     engine.max_rows = 3
@@ -91,7 +93,7 @@ def test_a_sample_does_not_depend_on_its_batch(loaded, examples):
     assert ids(together[6:]) == ids(alone)
     assert places(together) == list(itertools.product(["one", "none", "two"], range(3)))
     assert len({tuple(r.response) for r in together[:3]}) > 1  # samples of a group differ
-    other = HFEngine(hf, processor, CPU).generate(prompts, 3, Sampling(10, seed=6))
+    other = HFEngine(hf, processor, CPU).generate(prompts, 3, SamplingParams(10, seed=6))
     assert [r.response for r in other] != [r.response for r in together]
 
 
@@ -105,14 +107,14 @@ def test_each_prompt_and_image_is_encoded_once_per_group(loaded, examples, monke
         return original(pixels, grids, **more)
 
     monkeypatch.setattr(hf.model, "get_image_features", counted)
-    HFEngine(hf, processor, CPU).generate(make_prompts(examples, processor), 8, Sampling(3))
+    HFEngine(hf, processor, CPU).generate(make_prompts(examples, processor), 8, SamplingParams(3))
     assert calls == [3]  # three images for 24 rollouts
 
 
 def test_finished_rows_leave_the_batch(loaded, examples, monkeypatch):
     hf, processor = loaded["qwen2_5_vl"]
     engine = HFEngine(hf, processor, CPU)
-    first = engine.generate(make_prompts(examples, processor), 8, Sampling(6, seed=1))
+    first = engine.generate(make_prompts(examples, processor), 8, SamplingParams(6, seed=1))
     # call an end token what some rows happened to sample second and none first, so that they end at different times
     ends = sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first})
     monkeypatch.setattr(processor, "eos_ids", ends)
@@ -125,7 +127,7 @@ def test_finished_rows_leave_the_batch(loaded, examples, monkeypatch):
         return original(self, *args, **more)
 
     monkeypatch.setattr(type(hf.model.language_model), "forward", counted)
-    second = engine.generate(make_prompts(examples, processor), 8, Sampling(6, seed=1))
+    second = engine.generate(make_prompts(examples, processor), 8, SamplingParams(6, seed=1))
     assert rows[0] == 3 and rows[1] == 24 and rows[-1] < 24 and sorted(rows[1:], reverse=True) == rows[1:]
     for a, b in zip(first, second, strict=True):
         at = [i for i, t in enumerate(a.response) if t in ends]
@@ -138,12 +140,12 @@ def test_finished_rows_leave_the_batch(loaded, examples, monkeypatch):
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_each_rollout_is_handed_over_once_and_as_soon_as_it_ends(interrupted, loaded, examples, monkeypatch):
     hf, processor = loaded["qwen2_5_vl"]
-    prompts, sampling = make_prompts(examples, processor), Sampling(6, seed=1)
+    prompts, sampling = make_prompts(examples, processor), SamplingParams(6, seed=1)
     first = HFEngine(hf, processor, CPU).generate(prompts, 8, sampling)
     ends = sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first})
     monkeypatch.setattr(processor, "eos_ids", ends)  # some rows end with their second token, none with their first
     rounds, handed = [], []  # one entry for each time that all rows sampled a token; (rollout, how many those were)
-    engine = HFEngine(hf, processor, CPU, interrupted=lambda: interrupted and len(rounds) >= 3)
+    engine = HFEngine(hf, processor, CPU, should_stop=lambda: interrupted and len(rounds) >= 3)
     engine.max_rows = 16  # two of the three prompts together, then the third
     whole = engine.generate(prompts, 8, sampling)
     original = engines.hf.sample_tokens
@@ -171,7 +173,7 @@ def test_banned_tokens_are_never_sampled(loaded, examples):
     try:
         with torch.no_grad():  # make every banned token overwhelmingly likely
             head[engine.banned] = 50 * head.abs().max() * torch.sign(torch.randn(1, head.shape[1]))
-        rollouts = engine.generate(make_prompts(examples, processor), 4, Sampling(20))
+        rollouts = engine.generate(make_prompts(examples, processor), 4, SamplingParams(20))
     finally:
         with torch.no_grad():
             head.copy_(kept)
@@ -188,14 +190,14 @@ def test_sampling_follows_the_distribution():
         if top_p < 1:  # the smallest set of likeliest tokens that reaches top_p, here {0, 1}
             p = torch.where(torch.arange(5) < 2, p, 0.0)
             p = p / p.sum()
-        tokens, logp = sample_tokens(logits.expand(n, -1), Sampling(1, temperature, top_p), u)
+        tokens, logp = sample_tokens(logits.expand(n, -1), SamplingParams(1, temperature, top_p), u)
         torch.testing.assert_close(torch.bincount(tokens, minlength=5).double() / n, p, rtol=0, atol=2 / n)
         torch.testing.assert_close(logp.double(), p.log()[tokens], rtol=0, atol=1e-5)
 
 
 def test_extreme_uniforms_pick_possible_tokens():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]] * 2)
-    tokens, logp = sample_tokens(logits, Sampling(1), torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    tokens, logp = sample_tokens(logits, SamplingParams(1), torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
     assert tokens.tolist() == [1, 3] and torch.isfinite(logp).all()
 
 
@@ -218,12 +220,12 @@ def test_new_weights_change_what_is_generated(loaded, toys, examples):
     with torch.no_grad():
         for p in fresh_hf.parameters():
             p.add_(torch.randn(p.shape, generator=g) * 0.05)
-    prompts, sampling = make_prompts(examples, processor), Sampling(8, seed=2)
+    prompts, sampling = make_prompts(examples, processor), SamplingParams(8, seed=2)
     before = engine.generate(prompts, 2, sampling)
-    assert {version for r in before for version in r.versions} == {0} == {engine.version}
+    assert {version for r in before for version in r.versions} == {0} == {engine.weights_version}
     asked = []
     engine.sync(lambda only: asked.append(only) or ((n, p.detach()) for n, p in fresh_hf.named_parameters()))
-    assert asked == [False] and engine.complete and engine.version == 1
+    assert asked == [False] and engine.has_all_weights and engine.weights_version == 1
     after = engine.generate(prompts, 2, sampling)
     assert all(r.versions == [1] * len(r.logprobs) for r in after)
     fresh = fresh_engine.generate(prompts, 2, sampling)
@@ -235,7 +237,7 @@ def test_cache_grows_and_keeps_rows():
     chunks = [torch.randn(4, 2, n, 4) for n in (5, 40, 1, 60)]
     rows = [SimpleNamespace(n_seen=0, rollout=SimpleNamespace(ended_by="")) for _ in range(4)]
     valid = torch.ones(4, 1, dtype=torch.bool)
-    batch = Decoding(rows, torch.arange(4), torch.zeros(4, 8), valid, PromptCache())
+    batch = DecodeBatch(rows, torch.arange(4), torch.zeros(4, 8), valid, PromptCache())
 
     def append(chunk, numbers, lengths):
         for number, length in zip(numbers, lengths, strict=True):
@@ -250,7 +252,7 @@ def test_cache_grows_and_keeps_rows():
     whole = torch.cat(chunks, dim=2)
     assert torch.equal(keys, whole) and torch.equal(values, -keys)
     rows[1].rollout.ended_by = "response"
-    batch.drop_ended()
+    batch.drop_finished()
     keys, _ = append(chunks[2], range(3), [length] * 3)
     assert torch.equal(keys[:, :, :-1], whole[[0, 2, 3]])
     # rows 0 and 2 alone go on, from different places
@@ -271,7 +273,7 @@ def test_blank_images_keep_their_size_and_lose_their_content(loaded, examples):
 def test_long_prompts_are_dropped_whole_and_reported(loaded, examples):
     _, processor = loaded["qwen2_5_vl"]
     lengths = [len(p.token_ids) for p in make_prompts(examples, processor)]
-    kept, dropped, kept_lengths = drop_long_prompts(examples, [processor], sorted(lengths)[1])
+    kept, dropped, kept_lengths = filter_prompts(examples, [processor], sorted(lengths)[1])
     assert sorted(kept_lengths) == sorted(lengths)[:2]
     assert [e.uid for e in kept] == [e.uid for e, n in zip(examples, lengths, strict=True) if n <= sorted(lengths)[1]]
     assert len(dropped) == 1 and str(max(lengths)) in dropped[0] and "--max-prompt-tokens" in dropped[0]
@@ -283,12 +285,12 @@ def test_bfloat16_logits_are_summed_in_fp32(toys, loaded, examples):
     _, processor = loaded["qwen2_5_vl"]
     policy = M.Policy(M.load_hf(str(toys["qwen2_5_vl"]), torch.bfloat16), processor)
     engine = HFEngine(M.load_hf(str(toys["qwen2_5_vl"]), torch.bfloat16), processor, torch.device("cpu"))
-    rollouts = engine.generate(make_prompts(examples, processor), 4, Sampling(12, seed=3))
+    rollouts = engine.generate(make_prompts(examples, processor), 4, SamplingParams(12, seed=3))
     gaps = [(trainer_logprobs(policy, r) - torch.tensor(r.logprobs)).abs() for r in rollouts]
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     head = policy.hf.lm_head.weight.detach()
     exact = hidden.double() @ head.double().t()
-    error = (logits_of(hidden, head.t().float()) - exact).abs().max()
+    error = (compute_logits(hidden, head.t().float()) - exact).abs().max()
     assert error < 1e-6 < (hidden @ head.t() - exact).abs().max() / 100
     assert torch.cat(gaps).mean() < 1.2e-3, torch.cat(gaps).mean()
 
@@ -300,25 +302,25 @@ def test_logits_that_are_no_distribution_are_refused(bad, toys, loaded, examples
     logits[1, 4] = bad
     for temperature in (0.0, 1.0):
         with pytest.raises(UserError, match="logits of 1 of 3 rows are not finite.*--model"):
-            sample_tokens(logits, Sampling(1, temperature), torch.full((3,), 0.5))
+            sample_tokens(logits, SamplingParams(1, temperature), torch.full((3,), 0.5))
     hf = M.load_hf(str(toys["qwen2_5_vl"]))
     with torch.no_grad():
         hf.model.language_model.layers[0].mlp.up_proj.weight[0, 0] = bad
     engine = HFEngine(hf, loaded["qwen2_5_vl"][1], torch.device("cpu"))
     with pytest.raises(UserError, match="are not finite"):
-        engine.generate(make_prompts(examples, loaded["qwen2_5_vl"][1]), 1, Sampling(4, 0.0))
+        engine.generate(make_prompts(examples, loaded["qwen2_5_vl"][1]), 1, SamplingParams(4, 0.0))
 
 
 def test_the_engine_of_ones_choice_and_what_it_has_to_hold(loaded, examples):
     hf, processor = loaded["qwen2_5_vl"]
-    engine = make_engine("hf", hf.name_or_path, processor, Context(0, 1, CPU), torch.bfloat16, {})
+    engine = make_engine("hf", hf.name_or_path, processor, DistContext(0, 1, CPU), torch.bfloat16, {})
     assert isinstance(engine, HFEngine) and engine.dtype == torch.bfloat16
     prompts = make_prompts(examples, processor)
     sizes = [image.image.size for image in itertools.chain.from_iterable(p.images for p in prompts)]
     width, height = max(sizes, key=math.prod)
     assert len(set(map(math.prod, sizes))) == 3
     most = {"count": 2, "width": width, "height": height}
-    for given, image in ((Examples(examples, [5, 7, 6]), most), (Examples(examples[1:2], [7]), 0)):
+    for given, image in ((ExampleList(examples, [5, 7, 6]), most), (ExampleList(examples[1:2], [7]), 0)):
         limits = {"max_model_len": 9, "limit_mm_per_prompt": {"image": image, "video": 0}}
         assert size_limits([given], processor, 2) == limits
 

@@ -24,10 +24,10 @@ import rollout
 from engines.hf import HFEngine
 from errors import UserError
 from layers.attention import PackedAttention
-from layers.lora import Lora, add_lora, lora_layers
+from layers.lora import LoraConfig, add_lora, find_lora_layers
 from packing import Packer
-from parallel.sharding import full_parameters
-from rollout import Examples, make_prompts
+from parallel.sharding import FullParameters
+from rollout import ExampleList, make_prompts
 from tasks.shapes import shapes_rows
 
 
@@ -44,19 +44,19 @@ def pair(toys, picture):
     ]
     lengths = [len(p.token_ids) for p in make_prompts(examples, processor)]
     engine = HFEngine(M.load_hf(folder), processor, torch.device("cpu"))
-    yield M.Policy(M.load_hf(folder), processor), engine, Examples(examples, lengths), processor
+    yield M.Policy(M.load_hf(folder), processor), engine, ExampleList(examples, lengths), processor
     torch.distributed.destroy_process_group()
 
 
 def self_test(policy, engine, examples, processor, seed=0):
     packer = Packer(600, processor.image_token_id)
-    return S.self_test(policy, engine, examples, processor, packer, rollout.Sampling(20, seed=seed))
+    return S.self_test(policy, engine, examples, processor, packer, rollout.SamplingParams(20, seed=seed))
 
 
 def test_a_sound_pair_passes_and_says_what_was_compared(pair):
     line = self_test(*pair)
-    assert line.startswith("self-test: 3 prompts (2 with images) tokenised the same")
-    assert float(line.split("moved them by ")[1]) > 0.05
+    assert line.startswith("self-test: 3 prompts (2 with images) tokenized the same")
+    assert float(line.split("moved it by ")[1]) > 0.05
 
 
 def without(engine, name):
@@ -96,23 +96,23 @@ def test_each_tensor_that_does_not_arrive_is_seen(family, dtype, pair, toys):
 
     def gap():
         """Of engine and trainer, of what the engine samples."""
-        rollouts = engine.generate(prompts, S.SAMPLES, rollout.Sampling(S.NEW_TOKENS, seed=3))
+        rollouts = engine.generate(prompts, S.SAMPLES_PER_PROMPT, rollout.SamplingParams(S.NEW_TOKENS, seed=3))
         theirs = torch.tensor(list(itertools.chain.from_iterable(r.logprobs for r in rollouts)))
         return (S.trainer_logprobs(policy, packer, rollouts, 1.0) - theirs).abs().mean().item()
 
     arrived = dict(engine.hf.named_parameters())
     stale = {name: tensor.clone() for name, tensor in arrived.items()}
     with torch.no_grad():
-        with S.nudged(policy):
-            engine.load_weights(full_parameters(policy))
-            rollouts = engine.generate(prompts, S.SAMPLES, rollout.Sampling(S.NEW_TOKENS, seed=3))
+        with S.perturb_weights(policy):
+            engine.load_weights(FullParameters(policy))
+            rollouts = engine.generate(prompts, S.SAMPLES_PER_PROMPT, rollout.SamplingParams(S.NEW_TOKENS, seed=3))
             ours = S.trainer_logprobs(policy, packer, rollouts, 1.0)
-            with S.rounded(policy):
+            with S.with_rounding_noise(policy):
                 rounding = (S.trainer_logprobs(policy, packer, rollouts, 1.0) - ours).abs().mean()
             tolerated = S.FLOOR + S.LIMIT * rounding
             assert gap() < 0.9 * tolerated
             missed = []
-            for name, tensor in full_parameters(policy):
+            for name, tensor in FullParameters(policy):
                 arrived[name].copy_(stale[name])
                 missed += [name] if gap() < tolerated else []
                 arrived[name].copy_(tensor)
@@ -163,16 +163,16 @@ def test_faults_of_a_trained_policy_are_seen_in_bfloat16(trained, pair):
         with pytest.raises(UserError, match="under new weights differ"):
             self_test(policy, without(engine, name), *pair[2:])
         engine.load_weights = original
-        engine.load_weights(full_parameters(policy))
+        engine.load_weights(FullParameters(policy))
 
 
 def test_adapters_of_a_trained_policy_in_bfloat16(trained, pair):
     """They change few directions of the weights; the nudge must make the policy unsure all the same."""
     policy, engine = trained
-    policy = M.Policy(add_lora(policy.hf, Lora(4, 8)), pair[3])
+    policy = M.Policy(add_lora(policy.hf, LoraConfig(4, 8)), pair[3])
     for seed in range(3):
         assert self_test(policy, engine, *pair[2:], seed=seed)
-    name = next(f"{name}.weight" for name in lora_layers(policy.hf) if name.endswith("layers.1.mlp.down_proj"))
+    name = next(f"{name}.weight" for name in find_lora_layers(policy.hf) if name.endswith("layers.1.mlp.down_proj"))
     with pytest.raises(UserError, match="under new weights differ"):
         self_test(policy, without(engine, name), *pair[2:])
 
@@ -182,25 +182,25 @@ def test_adapters_of_a_tower_in_bfloat16(seed, pair, tmp_path):
     """Sound adapters pass with any seed. Nudged too far, they make the tower chaotic, and rounding hides faults."""
     folder = tmp_path / "toy"
     demo.make_model(folder, "qwen2_5_vl", seed=0, vocab=640)
-    hf = add_lora(M.load_hf(str(folder), torch.bfloat16), Lora(8, 32.0, vision=True, seed=seed))
+    hf = add_lora(M.load_hf(str(folder), torch.bfloat16), LoraConfig(8, 32.0, vision=True, seed=seed))
     processor = M.Processor(str(folder))
     engine = HFEngine(M.load_hf(str(folder), torch.bfloat16), processor, torch.device("cpu"))
-    engine.load_weights(full_parameters(M.Policy(hf, processor, "tower")))
+    engine.load_weights(FullParameters(M.Policy(hf, processor, "tower")))
     rows = enumerate(shapes_rows(12, "train", 0))
     opened = ((i, row, Image.open(io.BytesIO(row["images"][0]["bytes"]))) for i, row in rows)
     examples = [example(str(i), row["prompt"][0]["content"], [image]) for i, row, image in opened]
     lengths = [len(p.token_ids) for p in make_prompts(examples, processor)]
-    assert self_test(M.Policy(hf, processor, "tower"), engine, Examples(examples, lengths), processor)
+    assert self_test(M.Policy(hf, processor, "tower"), engine, ExampleList(examples, lengths), processor)
 
 
 def test_an_engine_with_one_stale_tensor_is_refused(pair):
     policy, engine = pair[:2]
     original = engine.load_weights
     names = [name for name, parameter in policy.hf.named_parameters() if parameter.requires_grad][::3]
-    told = "of engine and trainer under new weights differ by .*does not bring all weights"
+    told = "of engine and trainer under new weights differ by .*does not update all weights"
     for name in names:
         engine.load_weights = original
-        engine.load_weights(full_parameters(policy))
+        engine.load_weights(FullParameters(policy))
         with pytest.raises(UserError, match=told) as failure:
             self_test(policy, without(engine, name), *pair[2:])
         assert "log-probabilities of" in str(failure.value) and str(failure.value).count("log-probabilities") == 1
@@ -214,20 +214,20 @@ def test_two_tensors_that_change_places_are_seen(pair):
     assert torch.equal(*(engine.hf.get_parameter(name) for name in ab))
     other = dict(zip(ab, reversed(ab), strict=True))
     engine.load_weights = lambda named: original((other.get(name, name), tensor) for name, tensor in named)
-    with pytest.raises(UserError, match="does not bring all weights to their places"):
+    with pytest.raises(UserError, match="does not update all weights"):
         self_test(*pair)
 
 
 def test_adapters_reach_the_engine_or_the_run_is_refused(pair, toys):
     """They begin as nothing, and travel merged into the layers they adapt."""
-    hf = add_lora(M.load_hf(str(toys["qwen3_vl"])), Lora(4, 8))
+    hf = add_lora(M.load_hf(str(toys["qwen3_vl"])), LoraConfig(4, 8))
     policy, engine = M.Policy(hf, pair[3]), pair[1]
-    engine.load_weights(full_parameters(policy))
-    assert engine.complete and self_test(policy, *pair[1:])
+    engine.load_weights(FullParameters(policy))
+    assert engine.has_all_weights and self_test(policy, *pair[1:])
     original = engine.load_weights
-    for name in [f"{name}.weight" for name in lora_layers(hf) if "layers.1." in name]:
+    for name in [f"{name}.weight" for name in find_lora_layers(hf) if "layers.1." in name]:
         engine.load_weights = original
-        engine.load_weights(full_parameters(policy))
+        engine.load_weights(FullParameters(policy))
         with pytest.raises(UserError, match="under new weights differ"):
             self_test(policy, without(engine, name), *pair[2:])
 
@@ -237,7 +237,7 @@ def test_weights_come_back_to_the_last_bit(pair, toys):
         policy = M.Policy(M.load_hf(str(toys["qwen3_vl"]), dtype), pair[3], "all")
         engine = HFEngine(M.load_hf(str(toys["qwen3_vl"]), dtype), pair[3], pair[1].device)
         before = {name: parameter.detach().clone() for name, parameter in policy.hf.named_parameters()}
-        with pytest.raises(RuntimeError, match="on the way"), S.nudged(policy):
+        with pytest.raises(RuntimeError, match="on the way"), S.perturb_weights(policy):
             assert not any(torch.equal(before[name], parameter) for name, parameter in policy.hf.named_parameters())
             raise RuntimeError("on the way")
         assert self_test(policy, engine, *pair[2:])
@@ -246,8 +246,8 @@ def test_weights_come_back_to_the_last_bit(pair, toys):
 
 
 def test_a_nudge_that_moves_nothing_says_nothing(pair, monkeypatch):
-    monkeypatch.setattr(S, "NUDGE", 1e-7)
-    told = "new weights moved log-probabilities by [0-9.]+e-0[5-9] only, which says nothing of the sync"
+    monkeypatch.setattr(S, "PERTURBATION", 1e-7)
+    told = "new weights moved log-probabilities by only [0-9.]+e-0[5-9], too little to check the sync"
     with pytest.raises(UserError, match=told):
         self_test(*pair)
 
@@ -263,7 +263,7 @@ def test_a_mistake_that_engine_and_trainer_share_is_named(pair, monkeypatch):
 
     monkeypatch.setattr(M, "mrope_positions", as_text)
     monkeypatch.setattr(engines.hf, "mrope_positions", as_text)
-    told = "of the trainer and transformers' own forward differ by .*no such family"
+    told = "of the trainer and transformers' own forward differ by .*does not behave like its family"
     with pytest.raises(ValueError, match=told):
         self_test(*pair)
 
@@ -294,12 +294,12 @@ def test_mistakes_in_positions_are_seen_in_bfloat16_too(mistake, pair, toys, mon
 @pytest.mark.parametrize("family", M.FAMILIES)
 def test_our_forward_is_transformers_own_for_every_family(family, loaded, picture):
     hf, processor = loaded[family]
-    images = [processor.image(f"{i}", picture(90 + 40 * i, 84, i)) for i in range(2)]
-    prompt_ids = processor.encode([{"role": "user", "content": "Compare <image> with <image>."}], images)
+    images = [processor.image_to_patches(f"{i}", picture(90 + 40 * i, 84, i)) for i in range(2)]
+    prompt_ids = processor.tokenize_prompt([{"role": "user", "content": "Compare <image> with <image>."}], images)
     r = written("x", prompt_ids, [5, 6, 7, 8], images)
     policy = M.Policy(hf, processor)
     with torch.no_grad():
-        theirs = policy.plain_logprobs(r.prompt, r.response, 0.7)
+        theirs = policy.unpacked_logprobs(r.prompt, r.response, 0.7)
     torch.testing.assert_close(trainer_logprobs(policy, r, 0.7), theirs, rtol=0, atol=5e-6)
 
 
@@ -313,7 +313,7 @@ def test_another_function_is_named(pair):
         return rollouts
 
     pair[1].generate = hotter
-    told = r"engine \(HFEngine\) and trainer differ by 1.00e-02 nats a token .*1.0e-04 is tolerated; .*--attn"
+    told = r"engine \(HFEngine\) and trainer differ by 1.00e-02 nats per token .*the limit is 1.0e-04; .*--attn"
     with pytest.raises(ValueError, match=told):
         self_test(*pair)
 
@@ -338,11 +338,11 @@ def test_prompts_are_unlike_and_fit_together():
     def fake(n):
         return SimpleNamespace(images=[None] * n)
 
-    examples = Examples([fake(1), fake(3), fake(0), fake(1), fake(0)], [50, 300, 20, 700, 40])
-    cost = S.SAMPLES * S.NEW_TOKENS
-    assert S.choose(examples, 10_000, 1) == [examples[1], examples[2], examples[3]]
-    assert S.choose(examples, 300 + 20 + 2 * cost, 1) == [examples[1], examples[2]]
-    assert S.choose(examples, 10, 1) == [examples[1]]
+    examples = ExampleList([fake(1), fake(3), fake(0), fake(1), fake(0)], [50, 300, 20, 700, 40])
+    cost = S.SAMPLES_PER_PROMPT * S.NEW_TOKENS
+    assert S.select_prompts(examples, 10_000, 1) == [examples[1], examples[2], examples[3]]
+    assert S.select_prompts(examples, 300 + 20 + 2 * cost, 1) == [examples[1], examples[2]]
+    assert S.select_prompts(examples, 10, 1) == [examples[1]]
 
 
 @pytest.mark.slow

@@ -28,22 +28,22 @@ import eval as evaluation
 import model as M
 from engines import local, serve
 from engines.client import Calls, ConnectionLost, GenerateResult, ServerClient, ServerUnavailable
-from engines.launch import ServerConfig
+from engines.launch import RolloutServerConfig
 from engines.server import ServerEngine
-from engines.sglang_client import parse_answer as parse_sglang_answer
+from engines.sglang_client import parse_response as parse_sglang_answer
 from engines.sync import GroupSender, read_safetensors
-from engines.vllm import engine_arguments
-from engines.vllm_client import POLICY, parse_answer
+from engines.vllm import llm_arguments
+from engines.vllm_client import POLICY_MODEL_NAME, parse_completion
 from errors import UserError
 from model import ModelConfig
-from rollout import Prompt, Sampling
+from rollout import Prompt, SamplingParams
 from tasks.shapes import shapes_rows
-from utils import Context, derive_seed, in_thread
+from utils import DistContext, derive_seed, run_in_thread
 
 URLS = ["http://one", "http://two", "http://three"]
 PROCESSOR = SimpleNamespace(
     eos_ids=[0],
-    banned=lambda vocab_size: torch.tensor([99]),
+    banned_token_ids=lambda vocab_size: torch.tensor([99]),
     image_token_id=99,
     tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))),
 )
@@ -99,7 +99,7 @@ class Fake(ServerClient):
                 await asyncio.sleep(0.001)
             self.busy += 1
             try:
-                while len(tokens) < ask.room and epoch == self.epoch:
+                while len(tokens) < ask.max_tokens and epoch == self.epoch:
                     await asyncio.sleep(self.delay)
                     if self.dead:
                         raise ServerUnavailable("gone")
@@ -114,7 +114,7 @@ class Fake(ServerClient):
             self.cancelled += 1
             raise
         self.done += 1
-        finish = "length" if len(tokens) == ask.room else "abort"
+        finish = "length" if len(tokens) == ask.max_tokens else "abort"
         return GenerateResult(list(ask.ids), tokens, [logprob_of(token) for token in tokens], finish, labels)
 
     async def pause(self, mode):
@@ -129,10 +129,10 @@ class Fake(ServerClient):
     async def resume(self):
         self.paused = False
 
-    async def join(self, how, group, rank_offset):
+    async def init_weight_transfer(self, how, group, rank_offset):
         self.holds = {}
 
-    async def begin_update(self):
+    async def start_weight_update(self):
         if self.fails:
             self.fails -= 1
             raise ServerUnavailable("no room for it")
@@ -156,14 +156,14 @@ def connect(monkeypatch, tmp_path):
     async def find_kind(url, http):
         return "vllm"
 
-    monkeypatch.setattr(engines.client, "find_kind", find_kind)
+    monkeypatch.setattr(engines.client, "detect_server_kind", find_kind)
     monkeypatch.setattr(engines.server, "CLIENTS", {"vllm": Fake})
 
     def make(n, rank=0, **more):
         in_flight = more.pop("in_flight", "abort")
-        cfg = ServerConfig(servers=tuple(URLS[:n]), sync="disk", in_flight=in_flight)
+        cfg = RolloutServerConfig(servers=tuple(URLS[:n]), sync="disk", in_flight=in_flight)
         more = {"vocab_size": 100, "max_model_len": 64} | more
-        engine = ServerEngine(cfg, PROCESSOR, torch.float32, Context(rank, 1, CPU), out=tmp_path, **more)
+        engine = ServerEngine(cfg, PROCESSOR, torch.float32, DistContext(rank, 1, CPU), out=tmp_path, **more)
         servers = list(engine.servers.values())
         if rank == 0:
             engine.load_weights(weights(1.0))
@@ -186,7 +186,7 @@ def prompts_of(*uids, images=()):
 
 
 def seed_of(r, *more, seed=0):
-    return derive_seed(seed, r.prompt.uid, r.sample, *more)
+    return derive_seed(seed, r.prompt.uid, r.sample_index, *more)
 
 
 def assert_whole(rollouts, version=1, room=ROOM):
@@ -228,21 +228,21 @@ def at_token(n, do):
 def test_a_group_goes_to_one_server_and_groups_to_the_one_with_the_fewest_in_flight(connect):
     engine, servers = connect(3)
     prompts = prompts_of(*"abcdef")
-    rollouts = engine.generate(prompts, 4, Sampling(ROOM))
-    assert [(r.prompt.uid, r.sample) for r in rollouts] == [(uid, i) for uid in "abcdef" for i in range(4)]
+    rollouts = engine.generate(prompts, 4, SamplingParams(ROOM))
+    assert [(r.prompt.uid, r.sample_index) for r in rollouts] == [(uid, i) for uid in "abcdef" for i in range(4)]
     assert_whole(rollouts)
     asked = [Counter(ask.uid for ask in server.asks) for server in servers]
     assert asked == [{"a": 4, "d": 4}, {"b": 4, "e": 4}, {"c": 4, "f": 4}]
     ask = servers[0].asks[0]
-    assert (ask.ids, ask.images, ask.room, ask.temperature, ask.top_p) == ([3, 5, 7], [], ROOM, 1.0, 1.0)
-    assert ask.seed == seed_of(rollouts[0]) and ask.salt == engine.weights_label == f"{engine.run_id}-1"
+    assert (ask.ids, ask.images, ask.max_tokens, ask.temperature, ask.top_p) == ([3, 5, 7], [], ROOM, 1.0, 1.0)
+    assert ask.seed == seed_of(rollouts[0]) and ask.cache_salt == engine.weights_label == f"{engine.run_id}-1"
 
     for server in servers:
         server.asks.clear()
     servers[0].delay = servers[2].delay = 0.5
-    long = in_thread(lambda: engine.generate(prompts_of("x", "y", "z"), 2, Sampling(ROOM)), "long")
+    long = run_in_thread(lambda: engine.generate(prompts_of("x", "y", "z"), 2, SamplingParams(ROOM)), "long")
     wait_until(lambda: servers[1].done == 10)  # y's are over, x's and z's are not
-    assert_whole(engine.generate(prompts_of("u"), 1, Sampling(ROOM)))
+    assert_whole(engine.generate(prompts_of("u"), 1, SamplingParams(ROOM)))
     assert [[ask.uid for ask in server.asks] for server in servers] == [["x"] * 2, ["y", "y", "u"], ["z"] * 2]
     hurry(servers)
     assert_whole(long.result())
@@ -251,7 +251,7 @@ def test_a_group_goes_to_one_server_and_groups_to_the_one_with_the_fewest_in_fli
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_processes_begin_with_different_servers(rank, connect):
     engine, servers = connect(3, rank)
-    engine.generate(prompts_of("a"), 2, Sampling(2))
+    engine.generate(prompts_of("a"), 2, SamplingParams(2))
     assert [len(server.asks) for server in servers] == [2 * (i == rank % 3) for i in range(3)]
 
 
@@ -262,9 +262,9 @@ def test_two_threads_sample_at_once(connect):
 
     def sample(uid):
         both.wait()
-        return engine.generate(prompts_of(uid), 3, Sampling(ROOM))
+        return engine.generate(prompts_of(uid), 3, SamplingParams(ROOM))
 
-    calls = [in_thread(partial(sample, uid), uid) for uid in "ab"]
+    calls = [run_in_thread(partial(sample, uid), uid) for uid in "ab"]
     wait_until(lambda: [server.busy for server in servers] == [3, 3])
     hurry(servers)
     a, b = (call.result() for call in calls)
@@ -274,9 +274,9 @@ def test_two_threads_sample_at_once(connect):
 
 def test_a_run_that_is_asked_to_end(connect):
     ended = threading.Event()
-    engine, servers = connect(2, interrupted=ended.is_set)
+    engine, servers = connect(2, should_stop=ended.is_set)
     hurry(servers, 0.5)
-    call = in_thread(partial(engine.generate, prompts_of("a", "b"), 3, Sampling(40)), "run")  # 20 seconds
+    call = run_in_thread(partial(engine.generate, prompts_of("a", "b"), 3, SamplingParams(40)), "run")  # 20 seconds
     wait_until(lambda: servers[0].busy + servers[1].busy == 6)
     ended.set()
     assert not any(rollout.response for rollout in call.result(5.0))
@@ -296,7 +296,7 @@ def test_the_share_of_time_without_work(connect, monkeypatch):
 
     servers[0].on_token = tick
     clock[0] += 2  # both idle
-    engine.generate(prompts_of("a"), 1, Sampling(ROOM))  # 8 s, at the first
+    engine.generate(prompts_of("a"), 1, SamplingParams(ROOM))  # 8 s, at the first
     clock[0] += 4
     assert engine.metrics() == {"servers_idle": pytest.approx((2 + 8 / 2 + 4) / 14)}
     clock[0] += 1
@@ -310,15 +310,15 @@ def test_what_a_server_that_is_lost_was_asked_is_asked_of_another_with_the_same_
     engine, servers = connect(2)
     servers[0].on_token = at_token(13, lambda: setattr(servers[0], "dead", True))
     prompts = prompts_of(*"abcd")
-    rollouts = engine.generate(prompts, 3, Sampling(ROOM))
+    rollouts = engine.generate(prompts, 3, SamplingParams(ROOM))
     assert_whole(rollouts)
     assert set(engine.unavailable) == {URLS[0]} and engine.unavailable[URLS[0]] == "gone"
     assert Counter(ask.uid for ask in servers[0].asks) == {"a": 3, "c": 3}
     again = [ask for ask in servers[1].asks if ask.uid in "ac"]
     assert sorted(again) == sorted(servers[0].asks) and len(servers[1].asks) == 12
-    told = f"--servers {URLS[0]} is left out: gone; 1 others go on\n"
+    told = f"rollout server {URLS[0]} is unavailable: gone; available servers: 1\n"
     assert capfd.readouterr().out.count(told) == 1  # six requests broke off
-    assert_whole(engine.generate(prompts, 1, Sampling(ROOM)))
+    assert_whole(engine.generate(prompts, 1, SamplingParams(ROOM)))
     assert len(servers[0].asks) == 6
 
 
@@ -327,27 +327,27 @@ def test_all_servers_are_lost(connect):
     for server in servers:
         server.on_token = at_token(5, partial(setattr, server, "dead", True))
     with pytest.raises(UserError) as told:
-        engine.generate(prompts_of(*"abcd"), 2, Sampling(ROOM))
+        engine.generate(prompts_of(*"abcd"), 2, SamplingParams(ROOM))
     lost = sorted(f"{url}: gone" for url in URLS[:2])
-    remedy = "start them again, then repeat the command (in training with --resume auto)"
-    either = [f"--servers: none is left ({'; '.join(order)}); {remedy}"
+    remedy = "restart them, then repeat the command; for train.py, add --resume auto"
+    either = [f"rollout servers: none is available ({'; '.join(order)}); {remedy}"
               for order in (lost, lost[::-1])]  # fmt: skip
     assert str(told.value) in either
-    with pytest.raises(UserError, match="^--servers: none takes new weights .*; start them again, [^\n]*$"):
+    with pytest.raises(UserError, match="^rollout servers: none accepted the new weights .*; restart them, [^\n]*$"):
         engine.load_weights(weights(2.0))
-    assert engine.version == 1
+    assert engine.weights_version == 1
 
 
 def test_where_no_server_is_left_a_run_is_asked_to_end(connect):
     """With all that it has: nothing is raised, neither where it samples nor where it brings weights."""
     asked = []
-    engine, servers = connect(2, give_up=asked.append, interrupted=lambda: bool(asked))
+    engine, servers = connect(2, request_stop=asked.append, should_stop=lambda: bool(asked))
     for server in servers:
         server.on_token = at_token(5, partial(setattr, server, "dead", True))
-    assert len(engine.generate(prompts_of(*"abcd"), 2, Sampling(ROOM))) == 8
-    assert len(asked) == 1 and asked[0].startswith("--servers: none is left (")
+    assert len(engine.generate(prompts_of(*"abcd"), 2, SamplingParams(ROOM))) == 8
+    assert len(asked) == 1 and asked[0].startswith("rollout servers: none is available (")
     told, gathered = synced(engine, 2.0)
-    assert engine.version == 2 and told == {"sync/servers": 0.0} and not gathered
+    assert engine.weights_version == 2 and told == {"sync/servers": 0.0} and not gathered
     for server in servers:
         server.dead = False
     synced(engine, 3.0)
@@ -355,11 +355,11 @@ def test_where_no_server_is_left_a_run_is_asked_to_end(connect):
 
 
 @pytest.mark.parametrize("changed", [
-    {"finish": "abort", "tokens": [], "logprobs": [], "labels": []}, {"labels": "of weights to come"},
+    {"finish_reason": "abort", "tokens": [], "logprobs": [], "labels": []}, {"labels": "of weights to come"},
 ])  # fmt: skip
 def test_a_server_whose_answers_hold_nothing_is_asked_ever_more_slowly_then_left_out(changed, connect, monkeypatch):
     """As one that another run has paused, or given weights of a later sync."""
-    monkeypatch.setattr(engines.server, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(engines.server, "INITIAL_PAUSE_SECONDS", 0.01)
     engine, servers = connect(2)
     generate, asked = servers[0].generate, Counter()
 
@@ -370,9 +370,9 @@ def test_a_server_whose_answers_hold_nothing_is_asked_ever_more_slowly_then_left
 
     monkeypatch.setattr(servers[0], "generate", other)
     began = time.monotonic()
-    assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)))
+    assert_whole(engine.generate(prompts_of(*"ab"), 2, SamplingParams(ROOM)))
     assert list(engine.unavailable) == [URLS[0]]
-    assert engine.unavailable[URLS[0]] == "6 answers in a row held no token of the newest weights"
+    assert engine.unavailable[URLS[0]] == "6 replies in a row had no token from the newest weights"
     assert max(asked.values()) == 6 and time.monotonic() - began > 0.01 * (1 + 3 + 7 + 15 + 31)
 
 
@@ -380,13 +380,13 @@ def test_a_server_whose_answers_hold_nothing_is_asked_ever_more_slowly_then_left
 def test_weights_that_this_run_did_not_send_are_not_sampled_from(label, connect):
     engine, servers = connect(2)
     servers[0].label = label.replace("run", engine.run_id)
-    assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)))
+    assert_whole(engine.generate(prompts_of(*"ab"), 2, SamplingParams(ROOM)))
     assert list(engine.unavailable) == [URLS[0]] and "which this run did not send" in engine.unavailable[URLS[0]]
 
 
 @pytest.mark.parametrize(("changed", "told"), [
-    ({"prompt_ids": [3, 5, 8]}, r"example 'a': .*\(http://one\): another prompt would be trained on than answered"),
-    ({"logprobs": [math.nan] * ROOM}, "example 'a': the log-probabilities of http://one's answer are not finite"),
+    ({"prompt_ids": [3, 5, 8]}, r"example 'a': .*\(http://one\), so the trained prompt would not be the sampled one"),
+    ({"logprobs": [math.nan] * ROOM}, "example 'a': cannot sample: the log-probabilities from http://one are not fin"),
 ])  # fmt: skip
 def test_answers_that_must_not_be_trained_on(changed, told, connect, monkeypatch):
     engine, [server] = connect(1)
@@ -397,12 +397,12 @@ def test_answers_that_must_not_be_trained_on(changed, told, connect, monkeypatch
 
     monkeypatch.setattr(server, "generate", other)
     with pytest.raises(UserError, match=told):
-        engine.generate(prompts_of("a"), 1, Sampling(ROOM))
+        engine.generate(prompts_of("a"), 1, SamplingParams(ROOM))
 
 
 @pytest.mark.parametrize("changed", [
     {"tokens": [1] * (ROOM + 1), "logprobs": [-1.0] * (ROOM + 1), "labels": ["x"] * (ROOM + 1)},
-    {"logprobs": [-1.0]}, {"labels": ["x"]}, {"finish": "gone"}, {"logprobs": [None] * ROOM},
+    {"logprobs": [-1.0]}, {"labels": ["x"]}, {"finish_reason": "gone"}, {"logprobs": [None] * ROOM},
     {"logprobs": [0.7] * ROOM}, {"tokens": [], "logprobs": [], "labels": []},
     {"tokens": [100] * ROOM}, {"tokens": [-1] * ROOM}, {"tokens": [99] * ROOM}, {"tokens": [5.0] * ROOM},
     {"tokens": [[5]] * ROOM},
@@ -419,7 +419,7 @@ def test_answers_that_are_none(changed, connect, monkeypatch):
         return answer._replace(**changed)
 
     monkeypatch.setattr(servers[0], "generate", other)
-    assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)))
+    assert_whole(engine.generate(prompts_of(*"ab"), 2, SamplingParams(ROOM)))
     assert list(engine.unavailable) == [URLS[0]] and "answered" in engine.unavailable[URLS[0]]
 
 
@@ -427,7 +427,7 @@ def test_answers_that_are_none(changed, connect, monkeypatch):
 def test_a_connection_that_breaks_is_made_again_once(cuts, lost, connect):
     engine, servers = connect(2)
     servers[0].cuts = cuts
-    assert_whole(engine.generate(prompts_of(*"ab"), 1, Sampling(ROOM)))
+    assert_whole(engine.generate(prompts_of(*"ab"), 1, SamplingParams(ROOM)))
     assert list(engine.unavailable) == lost and len(servers[0].asks) == 2
 
 
@@ -436,22 +436,22 @@ def test_what_vllm_says_in_place_of_nan():
     entries = [{"token_id": 5, "logprob": -9999.0}, {"token_id": 6, "logprob": -0.5}]
     spans = [{"version": "run-1", "start": 0, "end": 2}]
     choice = {"token_ids": [5, 6], "logprobs": {"content": entries}, "weight_versions": spans, "finish_reason": "stop"}
-    answer = parse_answer({"prompt_token_ids": [1], "choices": [choice]}, "policy")
+    answer = parse_completion({"prompt_token_ids": [1], "choices": [choice]}, "policy")
     assert math.isnan(answer.logprobs[0]) and answer.logprobs[1] == -0.5 and answer.labels == ["run-1"] * 2
 
 
 def test_servers_that_do_not_suit(connect, monkeypatch):
-    with pytest.raises(UserError, match="--servers http://one takes sequences of 64 tokens, and this run needs 65"):
+    with pytest.raises(UserError, match="http://one accepts sequences of up to 64 tokens, but this run needs 65"):
         connect(2, max_model_len=65)
     monkeypatch.setattr(Fake, "noise", property(lambda server: server.url))
-    with pytest.raises(UserError, match=f"{URLS[0]} and {URLS[1]} hold other weights .*first in .'a'.; they must run"):
+    with pytest.raises(UserError, match=f"{URLS[0]} and {URLS[1]} have different weights .*first in .'a'.; run them"):
         connect(2)
 
     async def find_kind(url, http):
         return "vllm" if url == URLS[0] else "sglang"
 
-    monkeypatch.setattr(engines.client, "find_kind", find_kind)
-    with pytest.raises(UserError, match="must be of one kind: http://one is vllm's, http://two is sglang's"):
+    monkeypatch.setattr(engines.client, "detect_server_kind", find_kind)
+    with pytest.raises(UserError, match="must all be of one kind, but http://one is vllm, http://two is sglang"):
         connect(2)
 
 
@@ -482,14 +482,14 @@ def test_requests_that_fail():
                 await server.post("/503")
             with pytest.raises(UserError, match="^--servers http://one: /400 answered 400: so it is$"):
                 await server.post("/400")
-            with pytest.raises(UserError, match="^--servers http://one: there is no /404; "):
+            with pytest.raises(UserError, match="^--servers http://one has no endpoint /404; "):
                 await server.post("/404")
 
     asyncio.run(main())
 
 
 def test_an_answer_is_bounded_in_size_and_time(monkeypatch):
-    monkeypatch.setattr(engines.client, "MAX_BYTES", 1000, raising=False)
+    monkeypatch.setattr(engines.client, "MAX_BODY_BYTES", 1000, raising=False)
 
     async def large():
         for _ in range(100):
@@ -507,7 +507,7 @@ def test_an_answer_is_bounded_in_size_and_time(monkeypatch):
     async def main():
         async with httpx2.AsyncClient(transport=httpx2.MockTransport(handle)) as http:
             server = ServerClient("http://one", http, 0.2, [], [])
-            with pytest.raises(ServerUnavailable, match="^/large answered more than 1000 bytes$"):
+            with pytest.raises(ServerUnavailable, match="^/large answered with more than 1000 bytes$"):
                 await server.post("/large")
             with pytest.raises(ServerUnavailable, match="^no answer to /slow within 0.2 s$"):
                 await server.post("/slow")
@@ -521,7 +521,7 @@ def test_an_answer_is_bounded_in_size_and_time(monkeypatch):
 def test_what_a_sync_aborts_goes_on_from_what_there_is(connect):
     engine, servers = connect(2)
     hurry(servers, 0.05)
-    call = in_thread(lambda: engine.generate(prompts_of(*"abcd"), 2, Sampling(40, seed=5)), "sampled")
+    call = run_in_thread(lambda: engine.generate(prompts_of(*"abcd"), 2, SamplingParams(40, seed=5)), "sampled")
     wait_until(lambda: min(server.sampled for server in servers) >= 8)  # two of each response
     engine.load_weights(weights(2.0))
     hurry(servers)
@@ -536,15 +536,15 @@ def test_what_a_sync_aborts_goes_on_from_what_there_is(connect):
         assert r.response == before + [token_of(seed, i) for i in range(40 - k)]
         assert r.logprobs == [logprob_of(token) for token in r.response] and len(r.response_mask) == 40
         first, second = asks
-        assert (first.ids, first.room, first.salt) == ([3, 5, 7], 40, f"{engine.run_id}-1")
-        assert (second.ids, second.room, second.salt) == ([3, 5, 7] + before, 40 - k, f"{engine.run_id}-2")
+        assert (first.ids, first.max_tokens, first.cache_salt) == ([3, 5, 7], 40, f"{engine.run_id}-1")
+        assert (second.ids, second.max_tokens, second.cache_salt) == ([3, 5, 7] + before, 40 - k, f"{engine.run_id}-2")
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 def test_requests_that_had_not_begun_are_asked_again_under_the_new_weights(mode, connect):
     engine, [server] = connect(1, in_flight=mode)
     server.slots, server.delay = 1, 0.05
-    call = in_thread(lambda: engine.generate(prompts_of("a"), 3, Sampling(20)), "sampled")
+    call = run_in_thread(lambda: engine.generate(prompts_of("a"), 3, SamplingParams(20)), "sampled")
     wait_until(lambda: len(server.asks) == 3 and server.sampled >= 2)
     engine.load_weights(weights(2.0))
     hurry([server])
@@ -552,7 +552,7 @@ def test_requests_that_had_not_begun_are_asked_again_under_the_new_weights(mode,
     assert_whole(others, version=2, room=20)
     assert set(first.versions) == ({1, 2} if mode == "abort" else {1})
     for r in others:
-        salts = [ask.salt for ask in server.asks if ask.seed == seed_of(r)]
+        salts = [ask.cache_salt for ask in server.asks if ask.seed == seed_of(r)]
         assert salts == [f"{engine.run_id}-1", f"{engine.run_id}-2"]
     assert server.cancelled == (2 if mode == "wait" else 0) and server.in_flight == 0
 
@@ -560,7 +560,7 @@ def test_requests_that_had_not_begun_are_asked_again_under_the_new_weights(mode,
 def test_what_is_kept_goes_on_and_each_token_has_its_version(connect):
     engine, [server] = connect(1, in_flight="keep")
     server.delay = 0.05
-    call = in_thread(lambda: engine.generate(prompts_of("a", "b"), 2, Sampling(20)), "sampled")
+    call = run_in_thread(lambda: engine.generate(prompts_of("a", "b"), 2, SamplingParams(20)), "sampled")
     wait_until(lambda: server.sampled >= 8)
     engine.load_weights(weights(2.0))
     hurry([server])
@@ -576,9 +576,9 @@ def test_features_of_images_outlive_a_sync_unless_the_tower_is_trained(connect):
     image = SimpleNamespace(key="pixels", n_tokens=1, image=None)
     for trained, expected in ((False, [1, 1]), (True, [1, 2])):
         engine, [server] = connect(1, trained_tower=trained)
-        engine.generate(prompts_of("a", images=[image]), 1, Sampling(2))
+        engine.generate(prompts_of("a", images=[image]), 1, SamplingParams(2))
         engine.load_weights(weights(2.0, "a"))
-        engine.generate(prompts_of("a", images=[image]), 1, Sampling(2))
+        engine.generate(prompts_of("a", images=[image]), 1, SamplingParams(2))
         assert [ask.images for ask in server.asks] == [[(f"pixels-{engine.run_id}-{i}", None)] for i in expected]
 
 
@@ -601,18 +601,18 @@ def test_an_update_that_fails_on_one_server(connect, capfd):
     bad.fails = 1
     told, asked = synced(engine, 3.0)
     assert asked == ["trained", "all"] and told["sync/servers"] == 1.0
-    assert engine.version == 3 and good.label == engine.weights_label == f"{engine.run_id}-3"
-    assert engine.unavailable == {URLS[0]: "new weights: no room for it"}
+    assert engine.weights_version == 3 and good.label == engine.weights_label == f"{engine.run_id}-3"
+    assert engine.unavailable == {URLS[0]: "weight sync failed: no room for it"}
     assert good.updates[-1] == ["a", "b"] and good.holds["a"].tolist() == good.holds["b"].tolist() == [3.0, 3.0]
-    rollouts = engine.generate(prompts_of(*"abc"), 1, Sampling(ROOM))
+    rollouts = engine.generate(prompts_of(*"abc"), 1, SamplingParams(ROOM))
     assert_whole(rollouts, version=3)
     assert not bad.asks
     told, asked = synced(engine, 4.0)  # and it is back
-    assert asked == ["all"] and not engine.unavailable and engine.version == 4 and told["sync/servers"] == 2.0
+    assert asked == ["all"] and not engine.unavailable and engine.weights_version == 4 and told["sync/servers"] == 2.0
     assert bad.updates[-1] == good.updates[-1] == ["a", "b"] and bad.label == f"{engine.run_id}-4"
     out = capfd.readouterr().out
-    assert out.count(f"--servers {URLS[0]} is left out: new weights") == 1
-    assert out.count(f"--servers {URLS[0]} is used again\n") == 1
+    assert out.count(f"rollout server {URLS[0]} is unavailable: weight sync failed") == 1
+    assert out.count(f"rollout server {URLS[0]} is available again\n") == 1
     assert synced(engine, 5.0)[1] == ["trained"]
 
 
@@ -620,7 +620,7 @@ def test_a_server_that_failed_an_update_does_not_keep_what_it_was_at(connect):
     """With --in-flight keep it is paused, and nobody lets it go on."""
     engine, servers = connect(2, in_flight="keep")
     hurry(servers, 0.02)
-    call = in_thread(lambda: engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)), "sampled")
+    call = run_in_thread(lambda: engine.generate(prompts_of(*"ab"), 2, SamplingParams(ROOM)), "sampled")
     wait_until(lambda: min(server.sampled for server in servers) >= 2)
     servers[0].fails = 1
     synced(engine, 2.0)
@@ -631,7 +631,7 @@ def test_a_server_that_failed_an_update_does_not_keep_what_it_was_at(connect):
 
 
 class Member(ServerClient):
-    """Of a transfer group whose `broadcast` takes as long as its slowest member, at most the group's patience."""
+    """Of a transfer group whose `broadcast` takes as long as its slowest member, at most the group's wait_seconds."""
 
     kind = "vllm"
     does = "takes"  # refuses: at once; hangs: says nothing, for as long as one may
@@ -651,7 +651,7 @@ class Member(ServerClient):
             await asyncio.sleep(0.005)
         raise ServerUnavailable("timed out waiting for recv")
 
-    async def begin_update(self):
+    async def start_weight_update(self):
         pass
 
     async def end_update(self, label):
@@ -661,8 +661,8 @@ class Member(ServerClient):
 @pytest.mark.parametrize(("does", "up", "blamed"), [
     (("takes", "takes"), (True, True), {}),
     (("refuses", "takes"), (True, True), {"http://one": "no"}),
-    (("takes", "hangs"), (True, True), {"http://two": "no answer while weights came"}),
-    (("hangs", "takes"), (False, True), {"http://one": "no answer while weights came"}),
+    (("takes", "hangs"), (True, True), {"http://two": "no answer during the weight sync"}),
+    (("hangs", "takes"), (False, True), {"http://one": "no answer during the weight sync"}),
 ])  # fmt: skip
 def test_who_is_to_blame_where_a_group_waits_for_one(does, up, blamed, monkeypatch):
     """Those that waited for it in vain fail as well, and must get the weights that are sent once more."""
@@ -677,9 +677,9 @@ def test_who_is_to_blame_where_a_group_waits_for_one(does, up, blamed, monkeypat
             raise RuntimeError("timed out waiting for send")
 
     monkeypatch.setattr(engines.sync, "broadcast_tensors", broadcast_tensors)
-    monkeypatch.setattr(GroupSender, "patience", 0.3)
+    monkeypatch.setattr(GroupSender, "wait_seconds", 0.3)
     sender = GroupSender("gloo", calls, 2.0, None, clients=servers)
-    assert sender.send(weights(1.0), False, "run-2") == blamed
+    assert sender.sync_weights(weights(1.0), False, "run-2") == blamed
     calls.loop.call_soon_threadsafe(calls.loop.stop)
 
 
@@ -702,11 +702,11 @@ def test_a_server_that_comes_back_gets_all_weights(connect):
     assert synced(engine, 2.0)[1] == ["all"] and engine.unavailable == {URLS[0]: "no answer to /health"}
     assert synced(engine, 3.0)[1] == ["trained"]
     one.dead, one.label, one.holds = False, "", {}  # started again
-    assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)), version=3)
+    assert_whole(engine.generate(prompts_of(*"ab"), 2, SamplingParams(ROOM)), version=3)
     assert not one.asks  # not before it has this run's weights
     assert synced(engine, 4.0)[1] == ["all"] and not engine.unavailable
     assert one.holds.keys() == {"a", "b"} and one.holds["b"].tolist() == two.holds["b"].tolist() == [4.0, 4.0]
-    assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)), version=4)
+    assert_whole(engine.generate(prompts_of(*"ab"), 2, SamplingParams(ROOM)), version=4)
     assert len(one.asks) == len(two.asks) - 4 == 2
 
 
@@ -716,7 +716,7 @@ def test_processes_agree_on_which_servers_are_lost(connect, capfd):
     process0 = engine.ctx
 
     class OfTwo:  # what process 1 says of its lost servers stands next to what process 0 says
-        rank, world, main = 0, 2, True
+        rank, world, is_main = 0, 2, True
 
         def gather(self, mine):
             return [mine, {URLS[1]: "no answer"}] if isinstance(mine, dict) else [mine, mine]
@@ -726,31 +726,31 @@ def test_processes_agree_on_which_servers_are_lost(connect, capfd):
     assert synced(engine, 2.0)[1] == ["all"] and engine.unavailable == {URLS[1]: "no answer"}
     servers[1].silent = False
     synced(engine, 3.0)
-    assert not engine.unavailable and f"--servers {URLS[1]} is used again" in capfd.readouterr().out
+    assert not engine.unavailable and f"rollout server {URLS[1]} is available again" in capfd.readouterr().out
     engine.ctx = process0
-    assert_whole(engine.generate(prompts_of(*"ab"), 1, Sampling(ROOM)), version=3)
+    assert_whole(engine.generate(prompts_of(*"ab"), 1, SamplingParams(ROOM)), version=3)
 
 
 SUITS = {"servers": ("http://127.0.0.1:9",)}
 
 
 @pytest.mark.parametrize(("settings", "of_model", "told"), [
-    ({}, {}, "give --servers URL... or --serve N, not neither"),
-    (SUITS | {"serve": 1}, {}, "not both"),
+    ({}, {}, "--rollout server needs --servers URL... or --serve N"),
+    (SUITS | {"serve": 1}, {}, "--servers and --serve exclude each other; pass one"),
     ({"servers": ("127.0.0.1:8000",)}, {}, "--servers 127.0.0.1:8000: give http://HOST:PORT"),
     ({"servers": ("ftp://host:8000",)}, {}, "give http://HOST:PORT"),
     ({"servers": ("http://host:port",)}, {}, "give http://HOST:PORT"),
     ({"servers": ("http://host:99999",)}, {}, "give http://HOST:PORT"),
     ({"servers": ("http://host:8000/v1",)}, {}, "give http://HOST:PORT"),
     ({"servers": ("http://one:1", "http://one:1/")}, {}, "--servers http://one:1 is given twice; give each once"),
-    (SUITS | {"sync": "adapter"}, {}, "--sync adapter: there is none without --lora-rank"),
+    (SUITS | {"sync": "adapter"}, {}, "--sync adapter needs an adapter; set --lora-rank above 0"),
     (SUITS | {"sync": "adapter"}, {"lora_rank": 8, "train_vision": "tower"}, "not those of --train-vision tower"),
     (SUITS | {"sync": "nccl"}, {}, "--sync nccl: there is no GPU here; use gloo"),
 ])  # fmt: skip
 def test_settings_that_contradict_each_other(settings, of_model, told, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=re.escape(told)) as error:
-        ServerConfig(**settings).check("server", (), ModelConfig(model="m", **of_model))
+        RolloutServerConfig(**settings).check("server", (), ModelConfig(model="m", **of_model))
     assert "\n" not in str(error.value)
 
 
@@ -783,7 +783,7 @@ def evaluate(toys, monkeypatch, tmp_path):
             super().__init__(*of)
             made.append(self)
 
-    monkeypatch.setattr(engines.client, "find_kind", find_kind)
+    monkeypatch.setattr(engines.client, "detect_server_kind", find_kind)
     monkeypatch.setattr(engines.server, "CLIENTS", {"vllm": Held})
 
     def go(*given, url="http://one:1"):
@@ -834,7 +834,7 @@ def test_a_run_that_trained_on_servers_asks_for_them(evaluate, toys, tmp_path):
     given = [str(tmp_path / "run"), "--data", "x", "--out", "y"]
     assert evaluation.parse_args([*given, "--servers", "http://one:1"]).rollout == "server"
     assert evaluation.parse_args([*given, "--rollout", "hf"]).rollout == "hf"
-    with pytest.raises(UserError, match="--servers http://one:1.*: for servers, but the engine is --rollout hf"):
+    with pytest.raises(UserError, match="--servers http://one:1.*: only for servers, but the engine is --rollout hf"):
         evaluate(toys["qwen2_5_vl"], "--rollout", "hf")
 
 
@@ -844,7 +844,7 @@ def test_a_version_for_more_tokens_than_there_are_costs_no_memory(start, end):
     content = [{"token_id": token, "logprob": -1.0} for token in (5, 6)]
     choice = {"token_ids": [5, 6], "logprobs": {"content": content}, "weight_versions": [span], "finish_reason": "stop"}
     with pytest.raises((ServerUnavailable, TypeError)):
-        parse_answer({"choices": [choice], "prompt_token_ids": [1]}, POLICY)
+        parse_completion({"choices": [choice], "prompt_token_ids": [1]}, POLICY_MODEL_NAME)
     info = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 5], [-1.0, 6]], "weight_version": "r-1"}
     with pytest.raises((ServerUnavailable, TypeError)):
         parse_sglang_answer({"meta_info": info | {"weight_versions": [span]}, "output_ids": [5, 6]}, [6], None)
@@ -858,8 +858,8 @@ def test_an_answer_of_another_form_loses_its_server_alone(connect, capsys):
         return (await original(ask))._replace(prompt_ids=5)
 
     servers[1].generate = odd
-    engine.generate(prompts_of("a", "b", "c", "d"), 2, Sampling(ROOM))
-    assert f"{URLS[1]} is left out: its answer cannot be read: TypeError" in capsys.readouterr().out
+    engine.generate(prompts_of("a", "b", "c", "d"), 2, SamplingParams(ROOM))
+    assert f"{URLS[1]} is unavailable: its reply cannot be parsed: TypeError" in capsys.readouterr().out
 
 
 def test_servers_take_their_gpus_from_those_that_are_visible(monkeypatch, tmp_path):
@@ -881,14 +881,14 @@ def test_servers_take_their_gpus_from_those_that_are_visible(monkeypatch, tmp_pa
     assert serve(2) == [["2"], ["3"]] and serve(1, tensor_parallel_size=2) == [["2,3"]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,GPU-a1,GPU-b2")
     assert serve(2) == [["GPU-a1"], ["GPU-b2"]]
-    with pytest.raises(UserError, match="2 trainer processes and 3 servers of 1 GPUs need 5 GPUs, and there are 4"):
+    with pytest.raises(UserError, match="2 trainer processes and 3 servers of 1 GPUs need 5 GPUs, but there are 4"):
         serve(3)
 
 
 def test_a_gpu_computes_logits_in_float32_as_the_trainer_does(toys):
     processor = M.Processor(str(toys["qwen3_vl"]))
     for dtype, cuda, wanted in (("bfloat16", True, "float32"), ("bfloat16", False, None), ("float32", True, None)):
-        given = engine_arguments(str(toys["qwen3_vl"]), processor, getattr(torch, dtype), cuda, {"max_model_len": 64})
+        given = llm_arguments(str(toys["qwen3_vl"]), processor, getattr(torch, dtype), cuda, {"max_model_len": 64})
         assert given.get("hf_overrides", {}).get("head_dtype") == wanted
 
 

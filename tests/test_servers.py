@@ -21,22 +21,22 @@ from test_vllm import toys as toys
 
 import model as M
 from engines.client import Calls
-from engines.launch import ServerConfig
+from engines.launch import RolloutServerConfig
 from engines.local import LocalServers, is_healthy, server_command
 from engines.server import ServerEngine
 from engines.sync import free_port, make_sender
 from errors import UserError
-from rollout import Sampling, make_prompts
-from utils import Context
+from rollout import SamplingParams, make_prompts
+from utils import DistContext
 
 pytestmark = pytest.mark.vllm
-ONE = Context(0, 1, CPU)
+ONE = DistContext(0, 1, CPU)
 LIMITS = {"max_model_len": 384, "limit_mm_per_prompt": {"image": {"count": 3, "width": 224, "height": 224}}}
 
 
 def connected(urls, processor, dtype, ctx, out, sync="gloo", in_flight="abort", timeout=60.0, **more):
     """An engine on these servers."""
-    servers = ServerConfig(servers=tuple(urls), sync=sync, server_timeout=timeout, in_flight=in_flight)
+    servers = RolloutServerConfig(servers=tuple(urls), sync=sync, server_timeout=timeout, in_flight=in_flight)
     return ServerEngine(servers, processor, dtype, ctx, out=out, **{"max_model_len": 384} | more)
 
 
@@ -105,14 +105,14 @@ def test_responses_are_those_of_vllm_in_this_process(two, fifty):
     engine, inside = two.engine(), start(two.folder)
     for one in (engine, inside):
         one.load_weights(named(hf))
-    prompts, sampling = make_prompts(fifty, two.processor), Sampling(24, temperature=0.8, seed=3)
+    prompts, sampling = make_prompts(fifty, two.processor), SamplingParams(24, temperature=0.8, seed=3)
     ours, theirs = engine.generate(prompts, 2, sampling), inside.generate(prompts, 2, sampling)
     assert ids(ours) == ids(theirs)
     assert_same(ours, theirs)
     assert max(map(torch.max, gaps(ours, hf, two.processor, 0.8))) <= 1e-5
     assert {tuple(r.versions) for r in ours} <= {(1,) * n for n in range(1, 25)}
     assert all(len(r.versions) == len(r.response) for r in ours)
-    greedy = Sampling(12, temperature=0.0)
+    greedy = SamplingParams(12, temperature=0.0)
     assert_same(engine.generate(prompts[:8], 1, greedy), inside.generate(prompts[:8], 1, greedy))
 
 
@@ -130,7 +130,7 @@ def test_log_probabilities_are_the_trainers_after_every_sync(sync, two, mixed): 
                 for name, p in mixture.named_parameters():
                     p.copy_(sent.get(name, p))
             hf = mixture
-        rollouts = engine.generate(prompts, 4, Sampling(14, seed=number))
+        rollouts = engine.generate(prompts, 4, SamplingParams(14, seed=number))
         assert max(map(torch.max, gaps(rollouts, hf, two.processor))) <= 1e-5
         assert set(chain(*(r.versions for r in rollouts))) == {number + 1}
     assert len({r.prompt.uid for r in rollouts}) == 4
@@ -147,7 +147,7 @@ def test_every_family(family, toys, mixed, tmp_path):  # noqa: F811
         engine.load_weights([(name, p.to(dtype)) for name, p in named(model(servers))])
         trained = other(servers, 4).to(dtype).float()
         engine.load_weights([(name, p.to(dtype)) for name, p in named(trained)])
-        rollouts = engine.generate(prompts, 4, Sampling(12, seed=1))
+        rollouts = engine.generate(prompts, 4, SamplingParams(12, seed=1))
         found = torch.cat(gaps(rollouts, trained, servers.processor))
         print(f"{family}: {found.max():.1e} at most, {found.mean():.1e} on average")
         assert found.max() <= 1e-5 if dtype is torch.float32 else found.mean() <= 0.03
@@ -178,7 +178,7 @@ def test_responses_in_flight_when_weights_change(mode, two, mixed):  # noqa: F81
     engine = two.engine(in_flight=mode, trained_tower=True)
     weights = {1: other(two, 1), 2: other(two, 2)}
     engine.load_weights(named(weights[1]))
-    prompts, sampling = make_prompts(mixed, two.processor), Sampling(200, seed=1)
+    prompts, sampling = make_prompts(mixed, two.processor), SamplingParams(200, seed=1)
     rollouts = in_the_middle(engine, prompts, 16, sampling, lambda: engine.load_weights(named(weights[2])))
     assert places(rollouts) == [(uid, i) for uid in ("one", "none", "two", "three") for i in range(16)]
     policies = {version: M.Policy(hf, two.processor) for version, hf in weights.items()}
@@ -197,18 +197,18 @@ def test_responses_in_flight_when_weights_change(mode, two, mixed):  # noqa: F81
     assert crossed == 0 if mode == "wait" else crossed > 10
     if mode == "keep":
         assert worst["kept"] > 1e-4  # old keys and values: the difference is what TIS is for
-    assert max(map(torch.max, gaps(engine.generate(prompts, 2, Sampling(10)), weights[2], two.processor))) <= 1e-5
+    assert max(map(torch.max, gaps(engine.generate(prompts, 2, SamplingParams(10)), weights[2], two.processor))) <= 1e-5
 
 
 def test_a_server_that_dies_in_mid_generation_and_comes_back(two, mixed, capfd):  # noqa: F811
     engine, hf = two.engine(timeout=30.0), other(two)
     engine.load_weights(named(hf))
-    prompts, sampling = make_prompts(mixed, two.processor), Sampling(200, seed=9)
+    prompts, sampling = make_prompts(mixed, two.processor), SamplingParams(200, seed=9)
     expected = engine.generate(prompts, 8, sampling)
     victim, process = two.urls[1], [*two.local.processes.values()][1]
     rollouts = in_the_middle(engine, prompts, 8, sampling, partial(os.killpg, process.pid, signal.SIGKILL))
     assert_same(rollouts, expected)  # nothing is lost, nothing is sampled in another way
-    assert list(engine.unavailable) == [victim] and f"--servers {victim} is left out" in capfd.readouterr().out
+    assert list(engine.unavailable) == [victim] and f"rollout server {victim} is unavailable" in capfd.readouterr().out
     engine.load_weights(named(other(two, 2)))
     assert engine.synced_urls == two.urls[:1]
 
@@ -217,12 +217,12 @@ def test_a_server_that_dies_in_mid_generation_and_comes_back(two, mixed, capfd):
     two.urls.pop()
     two.begin(1, port=int(victim.rpartition(":")[2]))
     two.wait()
-    assert_same(engine.generate(prompts, 1, Sampling(4)), engine.generate(prompts, 1, Sampling(4)))
+    assert_same(engine.generate(prompts, 1, SamplingParams(4)), engine.generate(prompts, 1, SamplingParams(4)))
     assert victim in engine.unavailable  # its weights are the folder's
     hf = other(two, 3)
     engine.load_weights(named(hf))
     assert not engine.unavailable and engine.synced_urls == two.urls
-    assert f"--servers {victim} is used again" in capfd.readouterr().out
+    assert f"rollout server {victim} is available again" in capfd.readouterr().out
     rollouts = engine.generate(prompts, 8, sampling)
     assert max(map(torch.max, gaps(rollouts, hf, two.processor))) <= 1e-5
 
@@ -232,7 +232,7 @@ def test_a_server_that_was_started_again_unnoticed_is_not_sampled_from(two, mixe
     engine.load_weights(named(hf))
     other_run = two.engine(two.urls[1:])
     other_run.load_weights(named(other(two, 5)))
-    rollouts = engine.generate(make_prompts(mixed, two.processor), 8, Sampling(12, seed=1))
+    rollouts = engine.generate(make_prompts(mixed, two.processor), 8, SamplingParams(12, seed=1))
     assert "which this run did not send" in engine.unavailable[two.urls[1]]
     assert max(map(torch.max, gaps(rollouts, hf, two.processor))) <= 1e-5
 
@@ -240,7 +240,7 @@ def test_a_server_that_was_started_again_unnoticed_is_not_sampled_from(two, mixe
 def test_a_server_that_hangs(two, mixed):  # noqa: F811
     engine, hf = two.engine(timeout=8.0), other(two)
     engine.load_weights(named(hf))
-    prompts, sampling = make_prompts(mixed, two.processor), Sampling(8, seed=2)
+    prompts, sampling = make_prompts(mixed, two.processor), SamplingParams(8, seed=2)
     expected = engine.generate(prompts, 2, sampling)
     process = [*two.local.processes.values()][1]
     os.killpg(process.pid, signal.SIGSTOP)
@@ -271,13 +271,13 @@ def test_an_update_that_fails_on_one_server(two, mixed, monkeypatch):  # noqa: F
     monkeypatch.setattr(bad, "update", update)
     hf = other(two, 7)
     engine.load_weights(named(hf))
-    assert calls and "no parameter 'nowhere." in engine.unavailable[two.urls[0]] and engine.version == 2
+    assert calls and "no parameter 'nowhere." in engine.unavailable[two.urls[0]] and engine.weights_version == 2
     prompts = make_prompts(mixed, two.processor)
-    assert max(map(torch.max, gaps(engine.generate(prompts, 4, Sampling(8)), hf, two.processor))) <= 1e-5
+    assert max(map(torch.max, gaps(engine.generate(prompts, 4, SamplingParams(8)), hf, two.processor))) <= 1e-5
     monkeypatch.undo()
     engine.load_weights(named(hf))
     assert not engine.unavailable
-    with pytest.raises(UserError, match="--servers: none takes new weights .*no parameter 'nobody'"):
+    with pytest.raises(UserError, match="rollout servers: none accepted the new weights .*no parameter 'nobody'"):
         engine.load_weights([("nobody", torch.zeros(3))])
 
 
@@ -286,9 +286,9 @@ def test_what_a_server_reads_otherwise_is_told(two, mixed):  # noqa: F811
     engine.load_weights(named(model(two)))
     prompts = make_prompts(mixed, two.processor)
     prompts[3].token_ids.insert(-2, 5)
-    with pytest.raises(UserError, match=r"example 'three'.*the engine's prompt has .* tokens.*another prompt would be"):
-        engine.generate(prompts, 1, Sampling(4))
-    with pytest.raises(UserError, match="takes sequences of 384 tokens, and this run needs 500"):
+    with pytest.raises(UserError, match=r"example 'three'.*the engine's prompt has .* tokens.*trained prompt would"):
+        engine.generate(prompts, 1, SamplingParams(4))
+    with pytest.raises(UserError, match="accepts sequences of up to 384 tokens, but this run needs 500"):
         two.engine(max_model_len=500)
     with pytest.raises(UserError, match="no server answers there"):
         two.engine([f"http://127.0.0.1:{free_port()}"])
@@ -306,7 +306,7 @@ def test_images_go_once_to_a_server_and_again_where_it_dropped_them(two, mixed, 
         return await original(request, name, parts)
 
     monkeypatch.setattr(server, "_generate", count)
-    prompts, sampling = make_prompts(mixed, two.processor), Sampling(6, seed=1)
+    prompts, sampling = make_prompts(mixed, two.processor), SamplingParams(6, seed=1)
     expected = engine.generate(prompts, 8, sampling)
     assert sum(sent) == 6  # in four prompts; one of them is in two
     sent.clear()
@@ -345,7 +345,9 @@ def test_a_synchronous_run_through_servers_is_the_run_in_process(two, command, t
         row.pop("sync/servers", None)
     assert len(inside) == len(servers) == 6
     # what is compared with the engine's own log-probabilities depends, in the last bit, on what else is in its batch
-    last_bit = [{k: row.pop(k) for k in list(row) if k.startswith(("rollout/max_abs", "rollout/kl"))} for row in inside]
+    last_bit = [
+        {k: row.pop(k) for k in list(row) if k.startswith(("mismatch/",))} for row in inside
+    ]
     for row, expected in zip(servers, last_bit, strict=True):
         for name, value in expected.items():
             assert row.pop(name) == pytest.approx(value, abs=2e-6)
@@ -360,7 +362,7 @@ def test_an_asynchronous_run_with_two_processes(how, k, two, command, tmp_path):
     steps = [row for row in rows(tmp_path / "run") if "async/staleness" in row]
     assert len(steps) == 8
     assert max(row["async/staleness_max"] for row in steps) == k
-    assert steps[0]["async/staleness_max"] == 0 and steps[0]["rollout/max_abs_dlogp"] <= 1e-5
+    assert steps[0]["async/staleness_max"] == 0 and steps[0]["mismatch/max_abs_logprob_diff"] <= 1e-5
     assert not list((tmp_path / "run").glob("sync/*"))
 
 
@@ -371,7 +373,7 @@ def test_the_adapter_alone(two, command, tmp_path):
         more = ["--lora-rank", 8, "--steps", 4, "--sync", "adapter", "--rollout", "server", "--servers", *servers.urls]
         with pytest.raises(UserError, match="was started for --sync adapter; start it without"):
             servers.engine()
-        with pytest.raises(UserError, match="takes no adapters; start it with --sync adapter and this run's"):
+        with pytest.raises(UserError, match="does not accept adapters; start it with --sync adapter and this run's"):
             two.engine(sync="adapter")
         run([sys.executable, *command("alone", *more)])
         run([sys.executable, *command("merged", "--lora-rank", 8, "--steps", 4, *through(two))])
@@ -379,7 +381,7 @@ def test_the_adapter_alone(two, command, tmp_path):
         servers.local.stop()
     alone, merged = rows(tmp_path / "alone"), rows(tmp_path / "merged")
     for a, b in zip(alone[1:], merged[1:], strict=True):
-        assert a["rollout/max_abs_dlogp"] <= 1e-5 and b["rollout/max_abs_dlogp"] <= 1e-5
+        assert a["mismatch/max_abs_logprob_diff"] <= 1e-5 and b["mismatch/max_abs_logprob_diff"] <= 1e-5
         assert a["sync/bytes"] < b["sync/bytes"] / 3
         assert a["reward/mean"] == pytest.approx(b["reward/mean"], abs=0.02)
 
@@ -426,14 +428,15 @@ def test_vllm_s_own_nccl_transfer_speaks_to_all_servers(monkeypatch, tmp_path):
     sender = make_sender("nccl", "vllm", Calls(), 60.0, tmp_path)
 
     def send(tensors, whole, label):
-        return sender.send(iter(sender.collect(lambda trainable_only: tensors, whole, label)), whole, label)
+        return sender.sync_weights(iter(sender.collect(lambda trainable_only: tensors, whole, label)), whole, label)
 
-    assert not sender.open(servers) and not send(weights, True, "run-1")
+    assert not sender.connect_to(servers) and not send(weights, True, "run-1")
     assert [name for name, _ in broadcast] == ["x", "y"] and (sender.n_calls, sender.n_bytes) == (1, 34)
     by_server = {url: [(name, *of) for u, name, *of in told if u == url] for url in ("a", "b")}
     for url, offset in (("a", 1), ("b", 3)):  # the trainer is rank 0
         names = [name for name, *_ in by_server[url]]
-        assert names == ["start_transfer", "begin_update", "send_update", "end_update", "name_weights", "checksums"]
+        assert names == ["start_transfer", "start_weight_update", "send_update", "end_update", "set_weights_label",
+                         "checksums"]
         info = by_server[url][0][1]
         assert info["how"] == "nccl" and info["info"]["rank_offset"] == offset and info["info"]["world_size"] == 7
         assert by_server[url][2][1]["shapes"] == [[2, 3], [5]] and by_server[url][4][1] == "run-1"

@@ -25,13 +25,13 @@ from test_vllm import data, named  # noqa: F401  a fixture too
 
 import demo
 import model as M
-from engines.client import GenerateRequest, ServerUnavailable, find_kind
+from engines.client import GenerateRequest, ServerUnavailable, detect_server_kind
 from engines.hf import HFEngine
 from engines.local import LocalServers, server_command
 from engines.sglang_client import SGLangClient, checkpoint_name
 from engines.sync import free_port, join_process_group, read_safetensors, tensor_checksum, tensor_meta
 from errors import UserError
-from rollout import Rollout, Sampling, make_prompts
+from rollout import Rollout, SamplingParams, make_prompts
 
 pytestmark = pytest.mark.sglang
 CPU = torch.device("cpu")
@@ -103,11 +103,13 @@ class Trainer:
 
     def __init__(self, at, http):
         self.processor = at.processor
-        self.server = SGLangClient(at.url, http, 60.0, at.processor.eos_ids, at.processor.banned(VOCAB).tolist())
+        self.server = SGLangClient(
+            at.url, http, 60.0, at.processor.eos_ids, at.processor.banned_token_ids(VOCAB).tolist()
+        )
 
     def ask(self, prompt, ids=(), room=ROOM, temperature=1.0, top_p=1.0):
         images = [(f"{i.key}-{self.label}", i.image) for i in prompt.images]
-        short = [*prompt.short_ids, *ids]
+        short = [*prompt.unexpanded_ids, *ids]
         return self.server.generate(GenerateRequest(prompt.uid, short, images, room, 1, temperature, top_p, self.label))
 
     async def asked(self, prompts, n=3, **more):
@@ -121,7 +123,7 @@ class Trainer:
         name, port = f"group-{os.getpid()}-{next(NUMBERS)}", free_port()
         group = {"address": "127.0.0.1", "port": port, "world": 2, "name": name, "seconds": 60.0, "backend": "gloo"}
         ours = asyncio.to_thread(join_process_group, rank=0, **group)
-        _, self.group = await asyncio.gather(self.server.join("gloo", group, 1), ours)
+        _, self.group = await asyncio.gather(self.server.init_weight_transfer("gloo", group, 1), ours)
 
     def leave(self):
         if self.group is not None:
@@ -146,7 +148,7 @@ class Trainer:
     async def sync(self, hf, label, wanted=lambda name: True):
         """Over gloo, between a pause and a resume of the caller's, in two buckets."""
         tensors = [(name, p.detach()) for name, p in hf.named_parameters() if wanted(name)]
-        await self.server.begin_update()
+        await self.server.start_weight_update()
         for part in (tensors[::2], tensors[1::2]):
             await self.send(part)
         await self.server.end_update(label)
@@ -195,7 +197,7 @@ def nudged(running):
 def gaps(hf, trainer, prompt, answer, temperature=1.0):
     """|server's log-probability - trainer's| of each token of an answer."""
     n = len(answer.tokens)
-    rollout = Rollout(prompt, 0, answer.tokens, [True] * n, answer.logprobs, answer.finish, "")
+    rollout = Rollout(prompt, 0, answer.tokens, [True] * n, answer.logprobs, answer.finish_reason, "")
     policy = M.Policy(hf, trainer.processor)
     policy.banned = torch.tensor(trainer.server.banned)
     return (trainer_logprobs(policy, rollout, temperature) - torch.tensor(answer.logprobs)).abs()
@@ -206,8 +208,8 @@ def check(hf, trainer, pairs, label, temperature=1.0):
         assert answer.prompt_ids == prompt.token_ids
         assert gaps(hf, trainer, prompt, answer, temperature).max() <= 1e-5
         assert answer.labels == [label] * len(answer.tokens)
-        assert (answer.finish == "stop") == (answer.tokens[-1] in trainer.processor.eos_ids)
-        assert answer.finish == "stop" or len(answer.tokens) == ROOM
+        assert (answer.finish_reason == "stop") == (answer.tokens[-1] in trainer.processor.eos_ids)
+        assert answer.finish_reason == "stop" or len(answer.tokens) == ROOM
 
 
 # --- the same function ------------------------------------------------------------------------------------------------
@@ -218,7 +220,7 @@ def test_log_probabilities_are_the_trainers(temperature, running, mixed, play):
     prompts = make_prompts(mixed, running.processor)
 
     async def what(trainer):
-        assert await find_kind(running.url, trainer.server.http) == "sglang"
+        assert await detect_server_kind(running.url, trainer.server.http) == "sglang"
         assert await trainer.server.limits("disk") == (384, 1) and await trainer.server.alive()
         pairs = await trainer.asked(prompts, temperature=temperature)
         label = pairs[0][1].labels[0]
@@ -230,7 +232,7 @@ def test_log_probabilities_are_the_trainers(temperature, running, mixed, play):
 
 def test_greedy_tokens_are_those_of_hf(running, mixed, play):
     prompts = make_prompts(mixed, running.processor)
-    theirs = HFEngine(running.hf, running.processor, CPU).generate(prompts, 1, Sampling(ROOM, 0.0))
+    theirs = HFEngine(running.hf, running.processor, CPU).generate(prompts, 1, SamplingParams(ROOM, 0.0))
 
     async def what(trainer):
         greedy, others = await asyncio.gather(trainer.asked(prompts, 1, temperature=0.0), trainer.asked(prompts, 1))
@@ -287,14 +289,14 @@ def test_weights_from_disk(running, mixed, play, nudged, tmp_path):
     save_file({"model.visual.nonsense": torch.zeros(3)}, tmp_path / "bad.safetensors")
 
     async def what(trainer):
-        await trainer.server.join("disk", None, 0)
+        await trainer.server.init_weight_transfer("disk", None, 0)
         before = await trainer.server.checksums()
         await trainer.server.pause("abort")
-        await trainer.server.begin_update()
+        await trainer.server.start_weight_update()
         with pytest.raises(UserError, match="no such parameter: model.visual.nonsense"):
             await trainer.server.update_from_disk(tmp_path / "bad.safetensors")
         assert await trainer.server.checksums() == before
-        await trainer.server.begin_update()  # what was given up is closed
+        await trainer.server.start_weight_update()  # what was given up is closed
         for file in ("a.safetensors", "b.safetensors"):
             await trainer.server.update_from_disk(tmp_path / file)
         await trainer.server.end_update("from disk")
@@ -322,7 +324,7 @@ def test_banned_ids_are_not_sampled_even_by_a_model_that_wants_them(running, mix
         for temperature in (0.0, 1.0):
             pairs = await trainer.asked(prompts, 4, temperature=temperature)
             sampled = set(itertools.chain.from_iterable(answer.tokens for _, answer in pairs))
-            assert not sampled & set(processor.banned(VOCAB).tolist())
+            assert not sampled & set(processor.banned_token_ids(VOCAB).tolist())
             check(hf, trainer, pairs, "wants")
 
     play(what)
@@ -336,16 +338,16 @@ def test_a_name_that_is_unknown_leaves_weights_as_they_were(running, mixed, play
         before = await trainer.server.checksums()
         good = [(name, p.detach()) for name, p in nudged().named_parameters()]
         for name, told in (("model.visual.nonsense.weight", "has no such parameter"),
-                           ("model.language_model.layers.0.mlp.experts.down_proj", "takes no experts")):  # fmt: skip
+                           ("model.language_model.layers.0.mlp.experts.down_proj", "does not accept all")):  # fmt: skip
             await trainer.server.pause("abort")
-            await trainer.server.begin_update()
+            await trainer.server.start_weight_update()
             with pytest.raises(UserError, match=f"{told}.*: {name}"):
                 await trainer.send([*good, (name, torch.ones(3))])
             await trainer.server.resume()
             assert await trainer.server.checksums() == before
         pairs = await trainer.asked(prompts)
         check(running.hf, trainer, pairs, pairs[0][1].labels[0])
-        await trainer.server.begin_update()
+        await trainer.server.start_weight_update()
         with pytest.raises(ServerUnavailable):  # of another shape: SGLang stops half-way
             await trainer.send([good[0], (good[1][0], torch.ones(3))])
 
@@ -395,7 +397,7 @@ def test_aborted_responses_go_on_under_new_weights(running, mixed, play, nudged)
         await trainer.server.pause("abort")
         print(f"pause: {time.perf_counter() - started:.2f} s")
         parts = await asyncio.gather(*tasks)
-        assert {part.finish for part in parts} == {"abort"}
+        assert {part.finish_reason for part in parts} == {"abort"}
         await trainer.sync(new, "new")
         await trainer.server.resume()
         for prompt, part in zip(prompts, parts, strict=True):
@@ -470,7 +472,7 @@ def test_log_probabilities_of_an_engine_are_the_trainers_after_every_sync(sync, 
                 hf.get_parameter(name).copy_(tensor)
         told = through.load_weights(sent)
         assert told["sync/bytes"] == sum(tensor.nbytes for _, tensor in sent)
-        rollouts = through.generate(prompts, 3, Sampling(ROOM))
+        rollouts = through.generate(prompts, 3, SamplingParams(ROOM))
         assert max(map(torch.max, trainer_gaps(hf, running.processor, rollouts))) <= 1e-5
         assert max(map(torch.max, trainer_gaps(running.hf, running.processor, rollouts))) > 1e-3
         assert set(itertools.chain(*(r.versions for r in rollouts))) == {number}
@@ -482,7 +484,7 @@ def test_responses_of_an_engine_that_a_sync_aborts(engine, running, mixed, nudge
     weights = {1: running.hf, 2: nudged()}
     through.load_weights(named(weights[1]))
     rollouts = in_the_middle(
-        through, prompts, 8, Sampling(200), lambda: through.load_weights(named(weights[2])), after=1.0)
+        through, prompts, 8, SamplingParams(200), lambda: through.load_weights(named(weights[2])), after=1.0)
     policies = {version: M.Policy(hf, running.processor) for version, hf in weights.items()}
     crossed = 0
     for r in rollouts:
@@ -504,7 +506,7 @@ def test_a_whole_asynchronous_run(engine, running, data, tmp_path):  # noqa: F81
     ages = [row["async/staleness_max"] for row in steps]
     # 0 later, too, if a sync came before the first token of the batch that was sampled ahead
     assert len(ages) == 4 and ages[0] == 0 and max(ages) == 1
-    assert steps[0]["rollout/max_abs_dlogp"] <= 1e-5 and all(row["sync/servers"] == 1 for row in steps)
+    assert steps[0]["mismatch/max_abs_logprob_diff"] <= 1e-5 and all(row["sync/servers"] == 1 for row in steps)
 
 
 # --- other families, and an end ---------------------------------------------------------------------------------------
@@ -536,7 +538,7 @@ def test_other_families_serve_and_are_lost_when_they_are_killed(family, toys, mi
         asyncio.run(what(url))
         engine = engine_of(url, processor, tmp_path)
         engine.load_weights(named(hf))
-        sampling, errors = Sampling(250), []
+        sampling, errors = SamplingParams(250), []
 
         def sample():
             with pytest.raises(UserError) as caught:
@@ -544,9 +546,9 @@ def test_other_families_serve_and_are_lost_when_they_are_killed(family, toys, mi
             errors.append(str(caught.value))
 
         in_the_middle(SimpleNamespace(generate=lambda *_: sample()), prompts, 2, sampling, partial(kill, process))
-        told = rf"--servers: none is left \({url}: /generate: .*\); start them again, then repeat the command .*auto\)"
+        told = rf"rollout servers: none is available \({url}: /generate: .*\); restart them, then repeat .*auto\)"
         assert re.fullmatch(told, errors[0])
-        with pytest.raises(UserError, match=f"--servers: none takes new weights .{url}"):
+        with pytest.raises(UserError, match=f"rollout servers: none accepted the new weights .{url}"):
             engine.load_weights(named(hf))
 
 

@@ -15,15 +15,15 @@ from report import statistics as S
 def test_wilson_is_scipys(n):
     for right in {0, 1, n // 3, n // 2, n - 1, n}:
         theirs = stats.binomtest(right, n).proportion_ci(0.95, method="wilson")
-        assert S.wilson(right, n) == pytest.approx((theirs.low, theirs.high), abs=1e-6)
-    assert S.wilson(0, n)[0] == 0 and S.wilson(n, n)[1] == 1
+        assert S.wilson_interval(right, n) == pytest.approx((theirs.low, theirs.high), abs=1e-6)
+    assert S.wilson_interval(0, n)[0] == 0 and S.wilson_interval(n, n)[1] == 1
 
 
 def test_an_interval_holds_its_proportion():
     """Also at the ends, where rounding put 2e-16 between them: 80 of 80."""
     for n in range(1, 300):
         for right in {0, 1, n // 2, n - 1, n}:
-            low, high = S.wilson(right, n)
+            low, high = S.wilson_interval(right, n)
             assert 0 <= low <= right / n <= high <= 1
 
 
@@ -33,7 +33,7 @@ def test_means_of_samples_are_covered_at_least_so_often():
     covered = []
     for _ in range(400):
         hard = rng.beta(0.5, 0.5, 50)
-        low, high = S.interval((rng.binomial(4, hard) / 4).tolist())
+        low, high = S.confidence_interval((rng.binomial(4, hard) / 4).tolist())
         covered.append(low <= 0.5 <= high)
     assert fmean(covered) > 0.93
 
@@ -68,7 +68,7 @@ def test_bootstrap_over_tasks_resamples_each_by_itself():
 def test_bootstrap_in_pieces_is_the_same(monkeypatch):
     values = np.random.default_rng(4).normal(size=50).tolist()
     whole = S.bootstrap(values)
-    monkeypatch.setattr(S, "AT_A_TIME", 2500)
+    monkeypatch.setattr(S, "CHUNK_SIZE", 2500)
     assert S.bootstrap(values) == S.bootstrap(values, seed=0) == pytest.approx(whole, rel=1e-12)
     assert S.bootstrap(values, seed=1) != pytest.approx(whole, rel=1e-6)
     assert S.bootstrap([3.0] * 5) == (3.0, 3.0)
@@ -78,8 +78,10 @@ def test_bootstrap_in_pieces_is_the_same(monkeypatch):
     "scores, proportions", [([0, 1], True), ([0.5], True), ([-0.5, 1.0], False), ([0, 1.5], False)]
 )
 def test_scores_from_0_to_1_are_proportions(scores, proportions):
-    assert S.ends_of(scores) == ((0.0, 1.0) if proportions else ())
-    assert S.interval(scores) == (S.wilson(sum(scores), len(scores)) if proportions else S.bootstrap(scores))
+    assert S.score_bounds(scores) == ((0.0, 1.0) if proportions else ())
+    assert S.confidence_interval(scores) == (
+        S.wilson_interval(sum(scores), len(scores)) if proportions else S.bootstrap(scores)
+    )
 
 
 @pytest.mark.parametrize("n,gained,lost", [(100, 0.02, 0.0), (100, 0.02, 0.01), (20, 0.1, 0.0), (20, 0.9, 0.0),
@@ -112,9 +114,9 @@ def test_pass_at_k_is_the_share_of_all_choices(n):
 def test_mcnemar_is_scipys():
     for gained, lost in [(1, 0), (5, 1), (3, 3), (0, 8), (40, 21), (700, 500)]:
         theirs = stats.binomtest(gained, gained + lost, 0.5).pvalue
-        assert S.mcnemar(gained, lost) == S.mcnemar(lost, gained) == pytest.approx(theirs)
-    assert S.mcnemar(0, 0) == 1.0
-    assert 0 < S.mcnemar(100_700, 99_300) < 0.01  # soon enough
+        assert S.mcnemar_p_value(gained, lost) == S.mcnemar_p_value(lost, gained) == pytest.approx(theirs)
+    assert S.mcnemar_p_value(0, 0) == 1.0
+    assert 0 < S.mcnemar_p_value(100_700, 99_300) < 0.01  # soon enough
 
 
 ONE = "3= 3.0 ;1,000=1000;A=a.;$x + 1$=x+1;3\\,cm=3cm;-0=0;.5=0.50;1,234,567.0=1234567;1e3=1000"
@@ -124,13 +126,13 @@ TWO = "3=4;0=1;x=y;1.5=15;=0;1,2=12;30,00=3000;1_000=1000;10000000000000001=1000
 @pytest.mark.parametrize("pair", ONE.split(";"))
 def test_answers_that_are_one(pair):
     a, b = pair.split("=")
-    assert S.same_answer(a) == S.same_answer(b)
+    assert S.normalize_answer(a) == S.normalize_answer(b)
 
 
 @pytest.mark.parametrize("pair", TWO.split(";"))
 def test_answers_that_are_two(pair):
     a, b = pair.split("=")
-    assert S.same_answer(a) != S.same_answer(b)
+    assert S.normalize_answer(a) != S.normalize_answer(b)
 
 
 @pytest.mark.parametrize("answers,scores,expected", [
@@ -144,4 +146,4 @@ def test_answers_that_are_two(pair):
 ])
 def test_majority(answers, scores, expected):
     answers = [answer and f"{answer}!" for answer in answers]  # equal ones are not the same object
-    assert S.majority(answers, scores) == expected
+    assert S.majority_vote_score(answers, scores) == expected

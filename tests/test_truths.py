@@ -10,9 +10,9 @@ from PIL import Image
 
 import reward
 from errors import UserError
-from prepare_data import ReadingConfig, main, parse_args, read_examples
+from prepare_data import DataFormatConfig, main, parse_args, read_examples
 from reward import RewardConfig, unwrap_truth
-from rewards.grade import Grader, score
+from rewards.grade import Grader, grade
 from rollout import load_examples
 from tasks import geometry, vqa
 
@@ -69,9 +69,9 @@ def test_wrapped_truths_are_unwrapped_for_every_task(task, tmp_path):
     main(parse_args(["parquet", "--input", str(path), "--out", str(tmp_path / "ours.parquet")]))
     assert {r["ground_truth"] for r in pq.read_table(tmp_path / "ours.parquet")["reward_model"].to_pylist()} == {plain}
     for file in (path, tmp_path / "ours.parquet"):
-        examples, bad = read_examples(file, ReadingConfig(), check=Grader().check)
+        examples, bad = read_examples(file, DataFormatConfig(), check=Grader().check_examples)
         assert [e.ground_truth for e in examples] == [plain] * len(WRAPS) and not bad
-        assert score(f"<think>a</think> \\boxed{{{plain}}}", examples[0])["reward"] > 0.8
+        assert grade(f"<think>a</think> \\boxed{{{plain}}}", examples[0])["reward"] > 0.8
 
 
 NOT_WRAPPED = ["3", " 3 ", "<answer>3</answer> or <answer>4</answer>", "\\boxed{3}, \\boxed{4}", "\\boxed{}", "$5",
@@ -100,7 +100,7 @@ def test_own_layouts_are_unwrapped_too(tmp_path):
     files = {"vqa": "qa.jsonl", "nlvr2": "pairs.jsonl", "caption": "captions.jsonl", "geo3k": "geo.parquet"}
     for task, name in files.items():
         main(parse_args([task, "--input", str(tmp_path / name), "--out", str(tmp_path / f"{task}.parquet")]))
-        made[task] = read_examples(tmp_path / f"{task}.parquet", ReadingConfig())[0]
+        made[task] = read_examples(tmp_path / f"{task}.parquet", DataFormatConfig())[0]
     assert [e.ground_truth for e in made["vqa"]] == ["B", '["red", "red", "red"]']
     assert made["nlvr2"][0].ground_truth == "True"
     assert json.loads(made["caption"][0].ground_truth)["references"] == ["a dog"]
@@ -108,9 +108,9 @@ def test_own_layouts_are_unwrapped_too(tmp_path):
 
 
 BAD = {  # task -> truths that no answer can equal, and what is said of them
-    "geo3k": {"<answer> 3 <answer>": "", "The answer is <b>3</b>": "neither as mathematics nor as plain words",
+    "geo3k": {"<answer> 3 <answer>": "", "The answer is <b>3</b>": "neither mathematics nor plain words",
               "\\boxed{3}, \\boxed{4}": "", "see \\ref{fig:a} below": "", "\\frac{3": "braces do not match",
-              "n/a": "says nothing", "x" * 1500: "too long"},
+              "n/a": "holds no answer", "x" * 1500: "too long"},
     "calculator": {"<answer> 3": ""},
     "vqa": {"\\boxed{3}, \\boxed{4}": "", "\\boxed{red": "", "...": "", "word " * 300: "", '["\\\\boxed{}", "."]': ""},
     "look_closer": {"...": ""},
@@ -118,8 +118,8 @@ BAD = {  # task -> truths that no answer can equal, and what is said of them
     "shapes": {"°": "", "\\boxed{}": ""},
     "nlvr2": {"maybe": "neither True nor False"},
     "which": {"7": "names none of its 2 images"},
-    "geospot": {"Paris": "is no JSON object", '{"country": ""}': "is no JSON object"},
-    "guess_the_place": {"[]": "is no JSON object"},
+    "geospot": {"Paris": "is not a JSON object", '{"country": ""}': "is not a JSON object"},
+    "guess_the_place": {"[]": "is not a JSON object"},
     "caption": {"...": "with a word in it", '{"references": []}': "with a word in it"},
 }  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_a_truth_that_cannot_earn_full_marks_is_a_bad_row(task, tmp_path, capsys
         rows = [row(task, TRUTHS[task][0], 0), row(task, bad, 1)]
         path = save(tmp_path / "f.parquet", rows)
         with pytest.raises(UserError) as caught:
-            read_examples(path, ReadingConfig(), check=Grader().check)
+            read_examples(path, DataFormatConfig(), check=Grader().check_examples)
         told = str(caught.value)
         assert f"1 of 2 rows are bad (parquet rows count from 0):\n  {path} row 1: row '{task}/-/f/1': " in told
         assert repr(bad)[1:40] in told and reason in told
@@ -141,7 +141,7 @@ def test_a_truth_that_cannot_earn_full_marks_is_a_bad_row(task, tmp_path, capsys
         main(parse_args([*prepare, "--bad-rows", "skip"]))
         assert "wrote 1 row " in capsys.readouterr().out
         grader = Grader()
-        examples, left_out = read_examples(path, ReadingConfig(bad_rows="skip"), check=grader.check)
+        examples, left_out = read_examples(path, DataFormatConfig(bad_rows="skip"), check=grader.check_examples)
         assert [e.extra["index"] for e in examples] == [0] and reason in left_out[0]
         assert grader.first[task] == examples[0]
 
@@ -150,12 +150,12 @@ def test_users_rewards_get_their_truths_as_they_are(tmp_path):
     path = save(tmp_path / "f.parquet", [row("mine", "<answer>\\boxed{3}</answer>")])
     (tmp_path / "mine.py").write_text("def score(response, example): return float(example.ground_truth in response)")
     grader = Grader(RewardConfig(reward=(f"{tmp_path}/mine.py:score",), reward_workers=0))
-    [example], _ = read_examples(path, ReadingConfig(), check=grader.check)
+    [example], _ = read_examples(path, DataFormatConfig(), check=grader.check_examples)
     assert example.ground_truth == "<answer>\\boxed{3}</answer>"
     main(parse_args(["parquet", "--input", str(path), "--out", str(tmp_path / "g.parquet")]))  # not ours to judge
     # a task of ours that a user's reward grades: unwrapped, since the file may be graded by both, and not checked
     save(path, [row("geo3k", "<answer>see figure 1(</answer>")])
-    [example], _ = read_examples(path, ReadingConfig(), check=grader.check)
+    [example], _ = read_examples(path, DataFormatConfig(), check=grader.check_examples)
     assert example.ground_truth == "see figure 1("
 
 
@@ -185,7 +185,7 @@ def test_a_prompt_that_does_not_ask_for_the_form_is_warned_of(tmp_path, capsys, 
     [line] = warnings_of(tmp_path, capsys, processor, boxed)  # geo3k's format wants <think> too
     assert geometry.INSTRUCTION in line
     assert not warnings_of(tmp_path, capsys, processor, boxed, instruction="geo3k")
-    assert not warnings_of(tmp_path, capsys, processor, rows, Grader(played=True))  # the environment says it
+    assert not warnings_of(tmp_path, capsys, processor, rows, Grader(has_environment=True))  # the environment says it
 
 
 def test_every_tasks_own_instruction_is_enough(tmp_path, capsys, loaded):
@@ -198,4 +198,4 @@ def test_every_tasks_own_instruction_is_enough(tmp_path, capsys, loaded):
     assert reward.TASKS["which"].instruction != reward.TASKS["nlvr2"].instruction
     for task in ("geo3k", "vqa", "digits", "shapes", "nlvr2", "geospot", "caption"):  # toys ask in their own words
         main(parse_args([task, "--toy", "--n", "6", "--out", str(tmp_path / "toy.parquet")]))
-        assert not list(Grader().unasked(read_examples(tmp_path / "toy.parquet", ReadingConfig())[0])), task
+        assert not list(Grader().format_warnings(read_examples(tmp_path / "toy.parquet", DataFormatConfig())[0])), task

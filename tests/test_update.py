@@ -14,17 +14,17 @@ from test_algorithms import slow_gae, slow_kl
 
 import grpo
 import train
-from layers.lora import Lora, add_lora, lora_layers
+from layers.lora import LoraConfig, add_lora, find_lora_layers
 from model import Critic, Policy, Processor, load_hf
-from packing import FlopRates, Packer
+from packing import FlopCosts, Packer
 from parallel.models import Models
-from parallel.sharding import copy_weights, full_parameters, make_optimizer, shard
-from report.log import Skipped, describe
+from parallel.sharding import FullParameters, apply_fsdp, copy_weights, make_optimizer
+from report.log import SkippedUpdates, describe_algorithm
 from report.metrics import sampling_metrics
 from reward import RewardConfig, UserError
 from rewards.grade import Grader
-from rollout import GroupPool, Prompt, Rollout, RolloutConfig, give_rewards
-from utils import Context, Meter
+from rollout import GroupPool, Prompt, Rollout, RolloutConfig, assign_rewards
+from utils import DistContext, Meter
 
 
 def parse(flags: str) -> train.Config:
@@ -48,22 +48,22 @@ def make_rollouts(rewards_PG, seed=0, length=None):
 
 
 def make_batch(cfg, ctx, rollouts, image_token=-1):
-    """Packed by train.make_batch, as if these were all that a step sampled."""
+    """Packed by train.pack_batch, as if these were all that a step sampled."""
     rollout = replace(cfg.rollout, prompts_per_step=len(rollouts) // cfg.algo.group_size)
     pool = GroupPool(replace(cfg.algo, truncated="keep"), rollout, 0, ctx)  # penalties are in the rewards
     pool.add(rollouts, [r.rewards for r in rollouts])
-    packer = Packer(cfg.optim.micro_tokens, image_token, rates=FlopRates(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
-    return train.make_batch(pool, cfg, packer, ctx, Meter())
+    packer = Packer(cfg.optim.micro_tokens, image_token, flop_costs=FlopCosts(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
+    return train.pack_batch(pool, cfg, packer, ctx, Meter())
 
 
 def one_update(cfg, ctx, models, rollouts, step=9):
     """The parts 3 to 6 of a step of train.py."""
     meter = Meter()
     batch = make_batch(cfg, ctx, rollouts)
-    train.compute_before_update(batch, models, cfg)
+    train.compute_logprobs_and_values(batch, models, cfg)
     train.set_advantages(batch, cfg.algo, cfg.algo.kl_coef, ctx, meter)
-    state = train.State(step=step, kl_coef=cfg.algo.kl_coef)
-    train.update_policy(models, batch, cfg, state, ctx, meter, Skipped(Path("-"), ctx))
+    state = train.TrainState(step=step, kl_coef=cfg.algo.kl_coef)
+    train.update_policy(models, batch, cfg, state, ctx, meter, SkippedUpdates(Path("-"), ctx))
     return meter.reduce(ctx), batch
 
 
@@ -118,7 +118,13 @@ def test_constant_groups_cost_no_forward_and_move_nothing(algo, toys, ctx):
     assert m["update/empty"] == 1 and m["update/skipped"] == m["update/steps"] == 0
     assert algo.startswith("reinforce") or batch.minibatches == [[]]
     assert all(torch.equal(p, before[n]) for n, p in policy.named_parameters())
-    measured = {"policy/entropy", "policy/clipped", "policy/kl_old", "rollout/kl", "rollout/max_abs_dlogp"}
+    measured = {
+        "policy/entropy",
+        "policy/clip_frac",
+        "policy/approx_kl",
+        "mismatch/kl",
+        "mismatch/max_abs_logprob_diff",
+    }
     assert algo.startswith("reinforce") or not measured & m.keys()  # of nothing
     m, batch = one_update(cfg, ctx, models, make_rollouts(UNEVEN))
     assert measured <= m.keys() and m["update/steps"] == 1
@@ -146,7 +152,7 @@ def test_a_reference_equal_to_the_policy_is_at_distance_zero_until_the_policy_mo
     policy, reference = (make_policy(toys["qwen2_5_vl"], cfg) for _ in range(2))
     reference.requires_grad_(False)
     for model, frozen in ((policy, False), (reference, True)):
-        shard(model, ctx.device, torch.float32, frozen=frozen)
+        apply_fsdp(model, ctx.device, torch.float32, frozen=frozen)
     models = Models(policy, make_optimizer(policy, cfg.optim.lr, 0.0), reference=reference)
     first, _ = one_update(cfg, ctx, models, make_rollouts(UNEVEN))
     second, _ = one_update(cfg, ctx, models, make_rollouts(UNEVEN))
@@ -160,7 +166,7 @@ def test_a_reference_equal_to_the_policy_is_at_distance_zero_until_the_policy_mo
 @pytest.mark.parametrize("critic_kind", ["head", "separate"])
 def test_critic_warm_up_leaves_the_policy_as_it_is(critic_kind, toys, ctx):
     args = f"--algo-args critic={critic_kind} critic_lr=1e-2 critic_warmup_steps=1"
-    cfg = parse(f"--algo ppo {args} --epochs 2 --lr 1e-2")
+    cfg = parse(f"--algo ppo {args} --update-epochs 2 --lr 1e-2")
     models = make_models(toys["qwen2_5_vl"], cfg, cfg.optim.weight_decay)
     policy = models.policy
     model = models.critic or policy
@@ -170,7 +176,7 @@ def test_critic_warm_up_leaves_the_policy_as_it_is(critic_kind, toys, ctx):
     assert not torch.equal(model.value_head.weight, head["weight"]) and m["update/skipped"] == 0
     one_update(cfg, ctx, models, make_rollouts(UNEVEN), step=1)
     assert any(not torch.equal(p, before[n]) for n, p in policy.named_parameters() if n.startswith("hf."))
-    names = [name for name, _ in full_parameters(policy)]
+    names = [name for name, _ in FullParameters(policy)]
     assert names and not any("value_head" in name for name in names)  # no engine knows it
 
 
@@ -179,8 +185,8 @@ def test_the_critic_learns_to_predict_returns(critic_kind, toys, ctx):
     """Rewards that the prompt determines: all of the return can be explained, and soon most of it is."""
     critic_lr = "3e-3" if critic_kind == "head" else "1e-3"
     cfg = parse(
-        f"--algo ppo --algo-args critic={critic_kind} critic_lr={critic_lr} --lr 1e-4 --algo-args gamma=1 --epochs 4 "
-        f"--algo-args critic_warmup_steps=9 value_clip=none"
+        f"--algo ppo --algo-args critic={critic_kind} critic_lr={critic_lr} --lr 1e-4 --update-epochs 4 "
+        f"--algo-args gamma=1 critic_warmup_steps=9 value_clip=none"
     )
     models = make_models(toys["qwen2_5_vl"], cfg)
     explained = []
@@ -227,7 +233,7 @@ def test_advantages_with_values_and_penalties_equal_plain_loops(flags, truncated
             advantages, returns = slow_gae(rewards, values, [True] * len(rewards), gamma, lam)
             want.append(advantages)
             assert by_rollout(batch, batch.tokens.returns)[i].tolist() == pytest.approx(returns, abs=1e-6)
-    if algo.std == "batch":
+    if algo.effective_norm_std == "batch":
         kept = [
             part for r, part in zip(rollouts, want, strict=True) if truncated == "keep" or r.finish_reason != "length"
         ]
@@ -257,7 +263,7 @@ def test_truncated_responses_are_kept_masked_or_penalised(ctx):
         ("penalise", {"reward": -0.5, "overlong": -1.0, "unpenalised": 0.5}),
     ):
         rollouts = make_rollouts([[0.0, 0.0]], length=8)[:1]
-        give_rewards(rollouts, [{"reward": 0.5}], parse(f"--truncated {how}").algo, 8)
+        assign_rewards(rollouts, [{"reward": 0.5}], parse(f"--truncated {how}").algo, 8)
         assert rollouts[0].rewards == expected
 
 
@@ -267,7 +273,7 @@ def test_a_group_without_a_right_answer_has_no_signal_however_long_its_answers_a
     rollouts = make_rollouts([[0.0] * 8, [0.0] * 7 + [1.0]], length=3)
     for long in (rollouts[0], rollouts[8]):
         long.response, long.response_mask, long.logprobs = [7] * 20, [True] * 20, [-6.0] * 20
-    give_rewards(rollouts, [{"reward": r.rewards["reward"]} for r in rollouts], cfg.algo, 20)
+    assign_rewards(rollouts, [{"reward": r.rewards["reward"]} for r in rollouts], cfg.algo, 20)
     assert rollouts[0].rewards["reward"] == -1 and {r.task_reward for r in rollouts[:8]} == {0.0}
     batch, _ = advantages_of(cfg, ctx, rollouts)  # the first group is one that was kept for want of others
     got = [column[0].item() for column in by_rollout(batch, batch.tokens.advantages)]
@@ -305,7 +311,7 @@ def test_rewards_that_tell_nothing_apart_leave_penalties_small(flags, rewards, c
     cfg = parse(flags)
     batch, _ = advantages_of(cfg, ctx, rollouts, old_logps=old, ref_logps=ref)
     columns = by_rollout(batch, batch.tokens.advantages)
-    counted = [c for c, r in zip(columns, rollouts, strict=True) if cfg.algo.counts(r.finish_reason)]
+    counted = [c for c, r in zip(columns, rollouts, strict=True) if cfg.algo.counts_in_loss(r.finish_reason)]
     assert 0 < max(column.abs().max().item() for column in counted) < 1e-4
 
 
@@ -327,9 +333,9 @@ def test_groups_without_a_signal_do_not_count_in_the_steps_std(ctx):
 def test_an_engine_that_computes_as_the_trainer_does_is_at_distance_zero(toys, ctx):
     """One update with adapters: the ratio is 1, and nothing is capped or left out."""
     processor = Processor(str(toys["qwen2_5_vl"]))
-    cfg = parse("--lora-rank 4 --algo-args tis_cap=1.05 tis_mask=0.9,1.1 --lr 1e-3")
-    hf = add_lora(load_hf(str(toys["qwen2_5_vl"])), Lora(4, 32.0))
-    for layer in lora_layers(hf).values():
+    cfg = parse("--lora-rank 4 --algo-args tis_cap=1.05 ratio_mask=0.9,1.1 --lr 1e-3")
+    hf = add_lora(load_hf(str(toys["qwen2_5_vl"])), LoraConfig(4, 32.0))
+    for layer in find_lora_layers(hf).values():
         torch.nn.init.constant_(layer.lora_B, 0.02)
     policy = Policy(hf, processor).train()
     rollouts = make_rollouts(UNEVEN)
@@ -339,8 +345,8 @@ def test_an_engine_that_computes_as_the_trainer_does_is_at_distance_zero(toys, c
             r.logprobs = policy(micro).logp_K.tolist()
     m, _ = one_update(cfg, ctx, Models(policy, make_optimizer(policy, 1e-3, 0.0)), rollouts)
     assert m["policy/grad_norm"] > 0
-    assert m["rollout/max_abs_dlogp"] < 1e-5 and m["rollout/tis_capped"] == m["rollout/tis_masked"] == 0
-    assert m["policy/kl_old"] == 0 and m["policy/clipped"] == 0
+    assert m["mismatch/max_abs_logprob_diff"] < 1e-5 and m["rollout/tis_capped"] == m["rollout/ratio_masked"] == 0
+    assert m["policy/approx_kl"] == 0 and m["policy/clip_frac"] == 0
 
 
 def test_a_reward_that_is_no_number_names_the_sample(tmp_path):
@@ -352,29 +358,29 @@ def test_a_reward_that_is_no_number_names_the_sample(tmp_path):
 
 
 def test_a_group_has_a_signal_if_two_of_its_rewards_differ(ctx):
-    pool = GroupPool(parse("--sample-rounds 3").algo, RolloutConfig(prompts_per_step=2), 5, ctx)
+    pool = GroupPool(parse("--max-gen-batches 3").algo, RolloutConfig(prompts_per_step=2), 5, ctx)
     rollouts = make_rollouts([[1.0] * 4, [0.0, 1.0, 1.0, 1.0]])
     pool.add(rollouts, [r.rewards for r in rollouts])
-    assert pool.has_signal == {(0, 0): False, (0, 1): True} and pool.solved == {"p0": 1.0, "p1": 0.75}
-    assert (pool.round, pool.position) == (1, 6) and not pool.full()
+    assert pool.has_signal == {(0, 0): False, (0, 1): True} and pool.mean_accuracy == {"p0": 1.0, "p1": 0.75}
+    assert (pool.batches_used, pool.position) == (1, 6) and not pool.is_full()
 
 
 def test_dynamic_sampling_takes_the_first_groups_with_a_signal():
     signals = {(0, 0): True, (0, 1): False, (0, 2): False, (1, 0): True, (1, 1): True, (1, 2): True}
     expected = {
-        3: ([(0, 0), (1, 0), (1, 1)], {"rounds": 2, "equal": 2, "surplus": 1, "filled": 0}),
-        4: ([(0, 0), (1, 0), (1, 1), (1, 2)], {"rounds": 2, "equal": 2, "surplus": 0, "filled": 0}),
-        5: ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)], {"rounds": 2, "equal": 1, "surplus": 0, "filled": 1}),
+        3: ([(0, 0), (1, 0), (1, 1)], {"batches": 2, "equal": 2, "surplus": 1, "filled": 0}),
+        4: ([(0, 0), (1, 0), (1, 1), (1, 2)], {"batches": 2, "equal": 2, "surplus": 0, "filled": 0}),
+        5: ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)], {"batches": 2, "equal": 1, "surplus": 0, "filled": 1}),
     }
     for wanted, (chosen, counts) in expected.items():
-        algo, rollout = parse("--sample-rounds 3").algo, RolloutConfig(prompts_per_step=wanted)
-        pool = GroupPool(algo, rollout, 0, Context(0, 1, torch.device("cpu")))
-        pool.has_signal, pool.round = dict(signals), 2
-        assert pool.chosen() == chosen
+        algo, rollout = parse("--max-gen-batches 3").algo, RolloutConfig(prompts_per_step=wanted)
+        pool = GroupPool(algo, rollout, 0, DistContext(0, 1, torch.device("cpu")))
+        pool.has_signal, pool.batches_used = dict(signals), 2
+        assert pool.select_groups() == chosen
         assert sampling_metrics(pool) == {f"sampling/{name}": n for name, n in counts.items()}
-        assert pool.full() == (wanted <= 4)
-        pool.round = 3
-        assert pool.full()
+        assert pool.is_full() == (wanted <= 4)
+        pool.batches_used = 3
+        assert pool.is_full()
 
 
 def test_algo_args_reach_the_losses_that_they_are_of(toys, ctx):
@@ -382,7 +388,7 @@ def test_algo_args_reach_the_losses_that_they_are_of(toys, ctx):
     clip against formulas written out."""
     heads = []
     for coef in (0.5, 2.0):
-        cfg = parse(f"--algo ppo --epochs 1 --algo-args value_coef={coef}")
+        cfg = parse(f"--algo ppo --update-epochs 1 --algo-args value_coef={coef}")
         models = make_models(toys["qwen2_5_vl"], cfg)
         models.policy.value_head.weight.register_hook(lambda gradient: heads.append(gradient.double()))
         one_update(cfg, ctx, models, make_rollouts([[1.0, 0.0, 0.5, 0.0]], length=4))
@@ -400,7 +406,7 @@ def test_algo_args_reach_the_losses_that_they_are_of(toys, ctx):
 
 
 @pytest.mark.parametrize("pair, told", [
-    ("value_coeff=1", "no such key; nearest: value_coef"), ("value_clip", "give KEY=VALUE"),
+    ("value_coeff=1", "no such key \\(did you mean value_coef"), ("value_clip", "give KEY=VALUE"),
     ("value_coef=none", "must be of type float"), ("kl_horizon=0.0", "must be above 0"),
     ("ref_every=x", "must be of type int"), ("critic=tail", "must be one of head, separate"),
     ("value_clip=nan", "must be above 0"), ("sapo_tau_positive=inf", "must be finite"),
@@ -412,12 +418,12 @@ def test_wrong_algo_args_are_refused_before_a_model_loads(pair, told):
 
 def test_presets_are_resolved_when_parsed_and_shown():
     algo = parse("--algo dapo --clip-low 0.1").algo
-    assert (algo.clip_low, algo.clip_high, algo.sample_rounds, algo.truncated) == (0.1, 0.28, 10, "penalise")
-    shown = describe(algo)
+    assert (algo.clip_low, algo.clip_high, algo.max_gen_batches, algo.truncated) == (0.1, 0.28, 10, "penalise")
+    shown = describe_algorithm(algo)
     assert "algorithm dapo: " in shown and "--clip-low 0.1 instead of 0.2" in shown and "--clip-high 0.28," in shown
-    assert algo.std == "group" and parse("--algo ppo").algo.std == "batch"
+    assert algo.effective_norm_std == "group" and parse("--algo ppo").algo.effective_norm_std == "batch"
     ppo = parse("--algo ppo").algo
-    recipe = (ppo.epochs, ppo.clip_low, ppo.clip_high, ppo.value_coef, ppo.entropy_coef, ppo.gamma, ppo.lam)
+    recipe = (ppo.update_epochs, ppo.clip_low, ppo.clip_high, ppo.value_coef, ppo.entropy_coef, ppo.gamma, ppo.lam)
     assert recipe == (4, 0.2, 0.2, 0.5, 0.01, 0.99, 0.95)
 
 
@@ -426,7 +432,7 @@ def test_a_value_head_reads_the_state_before_each_token(toys):
     plain, valued = (make_policy(toys["qwen2_5_vl"], parse(flags)) for flags in ("", "--algo ppo"))
     torch.nn.init.normal_(valued.value_head.weight)
     processor = Processor(str(toys["qwen2_5_vl"]))
-    prompt = processor.encode([{"role": "user", "content": "What now?"}], [])
+    prompt = processor.tokenize_prompt([{"role": "user", "content": "What now?"}], [])
     packer = Packer(99, processor.image_token_id)
     a, b = (packer.pack([written("u", prompt, response)])[0] for response in ([5, 6, 7], [5, 9, 8]))
     out, got, other = plain(a), valued(a), valued(b)

@@ -25,11 +25,11 @@ import model as M
 from engines import launch
 from engines.hf import HFEngine
 from engines.vllm import VLLMEngine
-from layers.lora import Lora, add_lora, lora_layers, merge_lora
+from layers.lora import LoraConfig, add_lora, find_lora_layers, merge_lora
 from packing import Packer
 from parallel.loading import save_hf
-from parallel.sharding import full_parameters
-from rollout import Examples, Sampling, make_prompts
+from parallel.sharding import FullParameters
+from rollout import ExampleList, SamplingParams, make_prompts
 from tasks.shapes import shapes_rows
 
 pytestmark = pytest.mark.vllm
@@ -138,14 +138,14 @@ def test_greedy_tokens_are_those_of_hf_on_50_prompts_with_images(family, started
         image = picture(40 + 7 * (i % 13), 40 + 11 * (i % 9), i)
         examples.append(example(f"p{i}", f"<image>{asked[i % 4]}", [image]))
     prompts = make_prompts(examples + mixed, processor)
-    greedy = Sampling(16, temperature=0.0)
+    greedy = SamplingParams(16, temperature=0.0)
     assert_same(engine.generate(prompts, 1, greedy), HFEngine(hf, processor, CPU).generate(prompts, 1, greedy))
 
 
 def test_qwen2_vl_too(toys, mixed):
     engine, hf = start(toys["qwen2_vl"]), M.load_hf(str(toys["qwen2_vl"]))
     assert engine.load_weights(named(hf))["sync/calls"] == 1
-    prompts, greedy = make_prompts(mixed, engine.processor), Sampling(12, 0.0)
+    prompts, greedy = make_prompts(mixed, engine.processor), SamplingParams(12, 0.0)
     theirs = HFEngine(hf, engine.processor, CPU).generate(prompts, 1, greedy)
     assert_same(engine.generate(prompts, 1, greedy), theirs)
 
@@ -153,7 +153,7 @@ def test_qwen2_vl_too(toys, mixed):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_logprobs_are_the_trainers(family, started, mixed):
     engine, hf, processor = started(family)
-    rollouts = engine.generate(make_prompts(mixed, processor), 5, Sampling(14, temperature=0.7, seed=3))
+    rollouts = engine.generate(make_prompts(mixed, processor), 5, SamplingParams(14, temperature=0.7, seed=3))
     assert max(map(torch.max, gaps(rollouts, hf, processor, 0.7))) <= 1e-5
     assert len({tuple(r.response) for r in rollouts}) == 20
 
@@ -164,8 +164,8 @@ def test_pixel_limits_reach_both_sides(toys, mixed):
     processor = engine.processor
     prompts = make_prompts(mixed, processor)
     assert prompts[0].images[0].n_tokens != make_prompts(mixed, M.Processor(folder))[3].images[1].n_tokens
-    assert_same(engine.generate(prompts, 1, Sampling(8, 0.0)),
-                HFEngine(M.load_hf(folder), processor, CPU).generate(prompts, 1, Sampling(8, 0.0)))
+    assert_same(engine.generate(prompts, 1, SamplingParams(8, 0.0)),
+                HFEngine(M.load_hf(folder), processor, CPU).generate(prompts, 1, SamplingParams(8, 0.0)))
 
 
 # --- groups, seeds, ends ----------------------------------------------------------------------------------------------
@@ -174,13 +174,13 @@ def test_pixel_limits_reach_both_sides(toys, mixed):
 def test_groups_are_in_order_and_each_sample_has_its_own_seed(started, mixed):
     engine, _, processor = started("qwen2_5_vl")
     prompts = make_prompts(mixed, processor)
-    sampling = Sampling(10, seed=5)
+    sampling = SamplingParams(10, seed=5)
     rollouts = engine.generate(prompts, 3, sampling)
     assert places(rollouts) == list(itertools.product(["one", "none", "two", "three"], range(3)))
     assert all(r.prompt is prompts[i // 3] for i, r in enumerate(rollouts))
     assert_same(engine.generate(prompts, 3, sampling), rollouts)  # now from the prefix cache
     assert_same(engine.generate(prompts[2:3], 3, sampling), rollouts[6:9])  # whatever else is in the batch
-    assert ids(engine.generate(prompts, 3, Sampling(10, seed=6))) != ids(rollouts)
+    assert ids(engine.generate(prompts, 3, SamplingParams(10, seed=6))) != ids(rollouts)
     assert engine.generate([], 3, sampling) == []
 
 
@@ -195,8 +195,8 @@ def ending(engine, hf, processor):
 def test_each_rollout_is_handed_over_once_when_it_ends(restored, mixed, monkeypatch):
     engine, hf, processor = restored("qwen2_5_vl")
     ending(engine, hf, processor)
-    monkeypatch.setattr(engine, "interrupted", lambda: True)  # vLLM is not cut short
-    prompts, sampling = make_prompts(mixed, processor), Sampling(12, seed=1)
+    monkeypatch.setattr(engine, "should_stop", lambda: True)  # vLLM is not cut short
+    prompts, sampling = make_prompts(mixed, processor), SamplingParams(12, seed=1)
     steps, handed = [], []
     original = type(engine.llm.llm_engine).step
     monkeypatch.setattr(type(engine.llm.llm_engine), "step", lambda self: steps.append(1) or original(self))
@@ -214,7 +214,7 @@ def test_each_rollout_is_handed_over_once_when_it_ends(restored, mixed, monkeypa
 def test_what_vllm_gives_is_what_its_own_loop_does(started, mixed, monkeypatch):
     """llm.generate, which hands nothing over, on the same requests: token for token."""
     engine, _, processor = started("qwen2_5_vl")
-    prompts, sampling = make_prompts(mixed, processor), Sampling(10, seed=7)
+    prompts, sampling = make_prompts(mixed, processor), SamplingParams(10, seed=7)
     asked, original = [], engine.llm.enqueue
     monkeypatch.setattr(engine.llm, "enqueue", lambda *a, **k: asked.append(a) or original(*a, **k))
     ours = engine.generate(prompts, 3, sampling)
@@ -226,7 +226,7 @@ def test_what_vllm_gives_is_what_its_own_loop_does(started, mixed, monkeypatch):
 
 def test_nothing_is_left_in_vllm_by_what_was_given_up(started, mixed):
     engine, _, processor = started("qwen2_5_vl")
-    prompts, sampling = make_prompts(mixed, processor), Sampling(10, seed=5)
+    prompts, sampling = make_prompts(mixed, processor), SamplingParams(10, seed=5)
     expected = engine.generate(prompts, 3, sampling)
 
     def fail(rollout):
@@ -244,7 +244,7 @@ def test_ends_are_kept_and_told_apart(restored, mixed):
     engine, hf, processor = restored("qwen2_5_vl")
     ending(engine, hf, processor)
     prompts = make_prompts(mixed, processor)
-    rollouts = engine.generate(prompts, 16, Sampling(12, seed=1))
+    rollouts = engine.generate(prompts, 16, SamplingParams(12, seed=1))
     ends = {r.finish_reason for r in rollouts}
     assert ends == {"stop", "length"}
     for r in rollouts:
@@ -252,7 +252,7 @@ def test_ends_are_kept_and_told_apart(restored, mixed):
         assert not set(r.response[:-1]) & set(processor.eos_ids)
         assert len(r.response) == 12 or r.finish_reason == "stop"
         assert len(r.logprobs) == len(r.response_mask) == len(r.response) and all(r.response_mask)
-    greedy = Sampling(12, 0.0)
+    greedy = SamplingParams(12, 0.0)
     assert_same(engine.generate(prompts, 1, greedy), HFEngine(hf, processor, CPU).generate(prompts, 1, greedy))
 
 
@@ -271,9 +271,9 @@ def test_recurrent_families_are_as_near_as_bfloat16_allows(family, toys, mixed):
         half.load_state_dict(hf.state_dict())
         half.bfloat16()
         if change:
-            stale = engine.generate(prompts, 2, Sampling(10, seed=1))
+            stale = engine.generate(prompts, 2, SamplingParams(10, seed=1))
             engine.load_weights(named(half))
-        rollouts = engine.generate(prompts, 2, Sampling(10, seed=1))
+        rollouts = engine.generate(prompts, 2, SamplingParams(10, seed=1))
         exact, rounded = (list(map(partial(trainer_logprobs, M.Policy(x, processor)), rollouts)) for x in (hf, half))
         ours = [(torch.tensor(r.logprobs) - e).abs().mean().item() for r, e in zip(rollouts, exact, strict=True)]
         theirs = [(a - e).abs().mean().item() for a, e in zip(rounded, exact, strict=True)]
@@ -285,7 +285,7 @@ def test_recurrent_families_are_as_near_as_bfloat16_allows(family, toys, mixed):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_placeholders_and_padding_cannot_be_sampled_even_by_a_model_that_wants_them(temperature, restored, mixed):
     engine, hf, processor = restored("qwen3_vl")
-    banned = processor.banned(448).tolist()
+    banned = processor.banned_token_ids(448).tolist()
     assert processor.image_token_id in banned and 447 in banned and len(banned) > 5
     direction = torch.randn(128, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():  # whatever the hidden state, one of the two is far ahead
@@ -293,7 +293,7 @@ def test_placeholders_and_padding_cannot_be_sampled_even_by_a_model_that_wants_t
         hf.lm_head.weight[447] = -100 * direction
     engine.load_weights(named(hf))
     prompts = make_prompts(mixed, processor)
-    rollouts = engine.generate(prompts, 4, Sampling(10, temperature, seed=2))
+    rollouts = engine.generate(prompts, 4, SamplingParams(10, temperature, seed=2))
     assert not set(itertools.chain.from_iterable(r.response for r in rollouts)) & set(banned)
     assert max(map(torch.max, gaps(rollouts, hf, processor))) <= 1e-5
     unbanned = M.Policy(hf, processor)
@@ -307,7 +307,7 @@ def test_the_ban_is_accepted_by_model_runner_v2():
 
     config = SimpleNamespace(additional_config={"banned": [1, 3]})
     state = SimpleNamespace(**{f.name: None for f in dataclasses.fields(LogitsProcRequestState)} | {"device": CPU})
-    (ban,) = build_custom_logits_processors(config, state, False, ["engines.vllm_ban:Ban"])
+    (ban,) = build_custom_logits_processors(config, state, False, ["engines.vllm_ban:BannedTokensProcessor"])
     assert not any(isinstance(value, torch.Tensor) for value in vars(ban).values())  # sleep level 2 would discard it
     logits = ban.apply(torch.zeros(2, 5), SimpleNamespace())
     assert (logits == -torch.inf).nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3]]
@@ -336,7 +336,7 @@ def test_vllm_starts_where_it_chooses_model_runner_v2(toys):
 @pytest.mark.parametrize("tower", [False, True])
 def test_after_a_sync_generation_is_that_of_a_fresh_engine(family, tower, restored, mixed, tmp_path, monkeypatch):
     engine, hf, processor = restored(family)
-    prompts, sampling = make_prompts(mixed, processor), Sampling(10, seed=4)
+    prompts, sampling = make_prompts(mixed, processor), SamplingParams(10, seed=4)
     before = engine.generate(prompts, 3, sampling)
     generator = torch.Generator().manual_seed(1)
     changed = [name for name, _ in hf.named_parameters() if ("visual" in name) == tower]
@@ -399,12 +399,12 @@ def test_unknown_and_missing_names_are_errors(restored, toys):
             engine.load_weights([(name, vector)])
     with pytest.raises(AssertionError, match="no tensor was given"):
         engine.load_weights([])
-    engine.complete = False  # as at the start, or after a deep sleep
+    engine.has_all_weights = False  # as at the start, or after a deep sleep
     missing = f"{layers}.1.self_attn.k_proj.bias"  # one of three that vLLM stacks in one parameter
     with pytest.raises(ValueError, match=f"1 parameters were not sent, the first is '{missing}'"):
         engine.load_weights(named(hf, lambda name: name != missing))
     engine.load_weights(named(hf))
-    assert engine.complete
+    assert engine.has_all_weights
 
 
 def test_a_parameter_that_vllm_does_not_fill_is_an_error(restored, monkeypatch):
@@ -414,7 +414,7 @@ def test_a_parameter_that_vllm_does_not_fill_is_an_error(restored, monkeypatch):
     original = type(engine.loader.model).load_weights
     with monkeypatch.context() as patch:
         patch.setattr(type(engine.loader.model), "load_weights", lambda self, weights: original(self, weights) - {lost})
-        engine.complete = False
+        engine.has_all_weights = False
         with pytest.raises(ValueError, match=f"1 parameters were not sent, the first is '{lost}'"):
             engine.load_weights(named(hf))
 
@@ -424,9 +424,9 @@ def test_a_parameter_that_vllm_does_not_fill_is_an_error(restored, monkeypatch):
 
 def self_test(policy, engine, processor, examples):
     """As train.py calls it, for an engine that has the policy's weights."""
-    examples = Examples(examples, [len(p.token_ids) for p in make_prompts(examples, processor)])
+    examples = ExampleList(examples, [len(p.token_ids) for p in make_prompts(examples, processor)])
     packer = Packer(2000, processor.image_token_id)
-    return S.self_test(policy, engine, examples, processor, packer, Sampling(12))
+    return S.self_test(policy, engine, examples, processor, packer, SamplingParams(12))
 
 
 @pytest.mark.parametrize("family", (*FAMILIES, *RECURRENT, "qwen2_vl"))
@@ -434,10 +434,10 @@ def test_the_self_test_passes_and_puts_everything_back(family, toys, mixed):
     dtype = torch.bfloat16 if family in RECURRENT else torch.float32
     engine, processor = start(toys[family], dtype=dtype), M.Processor(str(toys[family]))
     policy = M.Policy(M.load_hf(str(toys[family]), dtype), processor, "all")
-    engine.load_weights(full_parameters(policy))
-    prompts, sampling = make_prompts(mixed, processor), Sampling(8, seed=1)
+    engine.load_weights(FullParameters(policy))
+    prompts, sampling = make_prompts(mixed, processor), SamplingParams(8, seed=1)
     before = engine.generate(prompts, 2, sampling)
-    moved = self_test(policy, engine, processor, mixed).split("which moved them by ")[1]
+    moved = self_test(policy, engine, processor, mixed).split("moved it by ")[1]
     assert float(moved) > 0.05
     assert_same(engine.generate(prompts, 2, sampling), before, atol=0)
 
@@ -465,15 +465,15 @@ def test_a_stale_tensor_is_refused(family, restored, mixed, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES[:2])  # experts have no adapters
 def test_adapters_arrive_merged(family, restored, mixed):
     engine, hf, processor = restored(family)
-    policy = M.Policy(add_lora(hf, Lora(8, 16)), processor)
-    assert engine.complete and self_test(policy, engine, processor, mixed)
+    policy = M.Policy(add_lora(hf, LoraConfig(8, 16)), processor)
+    assert engine.has_all_weights and self_test(policy, engine, processor, mixed)
     with torch.no_grad():
-        for layer in lora_layers(hf).values():
+        for layer in find_lora_layers(hf).values():
             generator = torch.Generator().manual_seed(1)
             layer.lora_B.copy_(0.2 * torch.randn(layer.lora_B.shape, generator=generator))
-    engine.load_weights(full_parameters(policy, trainable_only=True))
+    engine.load_weights(FullParameters(policy, trainable_only=True))
     reference = HFEngine(merge_lora(hf), processor, CPU)
-    prompts, greedy = make_prompts(mixed, processor), Sampling(10, 0.0)
+    prompts, greedy = make_prompts(mixed, processor), SamplingParams(10, 0.0)
     assert_same(engine.generate(prompts, 1, greedy), reference.generate(prompts, 1, greedy))
 
 
@@ -484,21 +484,21 @@ def test_what_the_engine_was_not_started_for_is_refused(started, picture):
     engine, _, processor = started("qwen2_5_vl")
     long = make_prompts([example("long", "word " * 380, [])], processor)
     with pytest.raises(AssertionError, match="the engine was started for shorter sequences"):
-        engine.generate(long, 1, Sampling(8))
+        engine.generate(long, 1, SamplingParams(8))
     many = make_prompts([example("many", "<image>" * 4, [picture(56, 56, i) for i in range(4)])], processor)
     with pytest.raises(Exception, match="At most 3 image.* may be provided in one prompt"):
-        engine.generate(many, 1, Sampling(8))
+        engine.generate(many, 1, SamplingParams(8))
 
 
 def test_more_images_than_the_caches_hold(started, toys, picture):
     """Encoder budget, key-value blocks and the processor's cache all overflow; requests wait, nothing is lost."""
     _, hf, processor = started("qwen2_5_vl")
     settings = {"kv_cache_memory_bytes": 3 << 20, "max_num_seqs": 6, "max_num_batched_tokens": 128}
-    engine, greedy = start(toys["qwen2_5_vl"], **settings), Sampling(6, 0.0)
+    engine, greedy = start(toys["qwen2_5_vl"], **settings), SamplingParams(6, 0.0)
     prompts = make_prompts([example(f"b{i}", "<image>?", [picture(224, 196, i)]) for i in range(12)], processor)
     theirs = HFEngine(hf, processor, CPU).generate(prompts, 1, greedy)
     assert_same(engine.generate(prompts, 1, greedy), theirs)
-    assert max(map(torch.max, gaps(engine.generate(prompts, 3, Sampling(6, seed=1)), hf, processor))) <= 1e-5
+    assert max(map(torch.max, gaps(engine.generate(prompts, 3, SamplingParams(6, seed=1)), hf, processor))) <= 1e-5
 
 
 def test_a_cache_that_is_too_small_is_an_error_at_the_start(toys):
@@ -516,13 +516,13 @@ def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatc
         given.update(arguments)
         raise RuntimeError("that is enough")
 
-    monkeypatch.setattr(engines.vllm, "start", stop)
+    monkeypatch.setattr(engines.vllm, "start_llm", stop)
     with pytest.raises(ValueError, match="that is enough"):
         start(toys["qwen2_5_vl"], **more)
     assert given["block_size"] == 64 and given["served_model_name"] == "toy" and given["max_num_seqs"] == 3
     assert "sleep_level" not in given
     refused = {
-        "kv_cache_dtyp=auto": "vLLM has no such setting; nearest: kv_cache_dtype",
+        "kv_cache_dtyp=auto": "vLLM has no such argument \\(did you mean kv_cache_dtype",
         "block_size": "give KEY=VALUE",
         "logprobs_mode=raw_logits": "relies on its own value",
         "dtype=float16": "use --dtype",
@@ -534,7 +534,7 @@ def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatc
     for pair, match in refused.items():
         with pytest.raises(ValueError, match=match):
             launch.vllm_settings([pair], "vllm", world=3)
-    with pytest.raises(ValueError, match="--vllm block_size=64 .*: the engine is hf; leave it out"):
+    with pytest.raises(ValueError, match="--vllm block_size=64 .*: the engine is hf; remove --vllm"):
         launch.vllm_settings(pairs, "hf", world=3)
 
 
@@ -547,15 +547,15 @@ def test_an_engine_out_of_memory_says_what_is_lost(toys, mixed):
     engine.loader.model.register_forward_pre_hook(fail)
     told = "(?s)tried to allocate 3 GiB.*vLLM failed while generating.*lower --vllm"
     with pytest.raises(torch.OutOfMemoryError, match=told):
-        engine.generate(make_prompts(mixed, engine.processor), 2, Sampling(4))
+        engine.generate(make_prompts(mixed, engine.processor), 2, SamplingParams(4))
 
 
 def test_another_prompt_than_the_processors_is_refused(started, mixed):
     engine, _, processor = started("qwen2_5_vl")
     prompts = make_prompts(mixed[:1], processor)
     prompts[0].images[0].image = prompts[0].images[0].image.resize((112, 84))
-    with pytest.raises(ValueError, match="'one': the engine's prompt has [0-9]+ tokens, .* differ from token"):
-        engine.generate(prompts, 1, Sampling(4))
+    with pytest.raises(ValueError, match="'one': the engine's prompt has [0-9]+ tokens .* differ from token"):
+        engine.generate(prompts, 1, SamplingParams(4))
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
@@ -588,7 +588,7 @@ def test_a_run_learns_and_the_self_test_leaves_no_trace(toys, data, tmp_path):
     # what is frozen is sent once, before step 1
     trained = sum(p.nbytes for name, p in hf.named_parameters() if "visual" not in name)
     assert all(row["sync/bytes"] == trained and row["sync/calls"] == 1 for row in steps)
-    assert all(0 < row["rollout/max_abs_dlogp"] <= 1e-5 and row["rollout/kl"] < 1e-9 for row in steps)
+    assert all(0 < row["mismatch/max_abs_logprob_diff"] <= 1e-5 and row["mismatch/kl"] < 1e-9 for row in steps)
     run(command(toys, data, tmp_path / "without", *more, "--no-self-test"))
     assert without_time(tmp_path / "without") == without_time(tmp_path / "with")
 
@@ -625,13 +625,13 @@ def test_two_processes(tp, toys, data, tmp_path):
     if Path("/dev/shm").is_dir() and not stale.exists():
         stale.touch()
     more = ["--steps", 2, "--minibatches", 2, "--vllm", f"tensor_parallel_size={tp}", "--tp", 3 - tp]
-    more += ["--algo-args", "tis_cap=1.01", "--algo-args", "tis_mask=0.5,2", "--eval-data", data]
+    more += ["--algo-args", "tis_cap=1.01", "--algo-args", "ratio_mask=0.5,2", "--eval-data", data]
     launch = [*TORCHRUN, 2, *command(toys, data, tmp_path / "r", *more)[1:]]
     done = run(launch)
     assert "self-test: " in done.stdout and (tp == 1 or not stale.exists())
     for row in rows(tmp_path / "r")[1:]:
-        assert 0 < row["rollout/max_abs_dlogp/images=1"] == row["rollout/max_abs_dlogp"] <= 1e-5
-        assert "rollout/kl/images=0" not in row and row["rollout/tis_masked"] == 0 == row["rollout/tis_capped"]
+        assert 0 < row["mismatch/max_abs_logprob_diff/images=1"] == row["mismatch/max_abs_logprob_diff"] <= 1e-5
+        assert "mismatch/kl/images=0" not in row and row["rollout/ratio_masked"] == 0 == row["rollout/tis_capped"]
         assert row["sync/calls"] == 1
 
 
@@ -654,8 +654,8 @@ def test_a_baseline_of_the_same_architecture_gets_the_same_engine(toys, data, tm
     assert evaluate.architecture(str(tmp_path / "other")) == evaluate.architecture(str(toys["qwen2_5_vl"]))
     assert evaluate.architecture(str(tmp_path / "other")) != evaluate.architecture(str(toys["qwen2_vl"]))
     more = ["--baseline", tmp_path / "other", "--max-new-tokens", 8, "--reward", f"{data.parent}/letters.py:score"]
-    code = "import sys, runpy; sys.argv = sys.argv[1:]; import engines.vllm as v; start = v.start; "
-    code += "v.start = lambda *a: (print('an engine starts'), start(*a))[1]; "
+    code = "import sys, runpy; sys.argv = sys.argv[1:]; import engines.vllm as v; start = v.start_llm; "
+    code += "v.start_llm = lambda *a: (print('an engine starts'), start(*a))[1]; "
     code += "runpy.run_path('eval.py', run_name='__main__')"
     results = []
     for engine in ("hf", "vllm"):
@@ -674,10 +674,10 @@ LORA = ["--lora-rank", 4, "--lora-alpha", 32]
 def test_exported_runs_generate(family, more, toys, data, mixed, tmp_path):
     """A run, with adapters or without, whose weights reach the engine, and whose export opens in it."""
     run(command(toys, data, tmp_path / "r", "--steps", 2, "--lr", "3e-2", *more, family=family))
-    assert all(row["rollout/max_abs_dlogp"] <= 1e-5 for row in rows(tmp_path / "r"))
+    assert all(row["mismatch/max_abs_logprob_diff"] <= 1e-5 for row in rows(tmp_path / "r"))
     run([sys.executable, "merge_lora.py", tmp_path / "r", "--out", tmp_path / "hf"])
     hf, processor = M.load_hf(str(tmp_path / "hf")).eval(), M.Processor(str(tmp_path / "hf"))
-    engine, prompts, greedy = start(tmp_path / "hf"), make_prompts(mixed, processor), Sampling(10, 0.0)
+    engine, prompts, greedy = start(tmp_path / "hf"), make_prompts(mixed, processor), SamplingParams(10, 0.0)
     want = HFEngine(hf, processor, CPU).generate(prompts, 1, greedy)
     assert_same(engine.generate(prompts, 1, greedy), want)
     before = HFEngine(M.load_hf(str(toys[family])), processor, CPU).generate(prompts, 1, greedy)

@@ -19,7 +19,7 @@ from engines.launch import vllm_settings
 from engines.vllm import VLLMEngine
 from engines.vllm_weights import parameter_names
 from errors import UserError
-from rollout import Rollout, Sampling, make_prompts
+from rollout import Rollout, SamplingParams, make_prompts
 
 
 class TwoProcesses:
@@ -66,13 +66,14 @@ def test_of_processes_that_share_a_model_each_hands_over_its_own(rank, loaded, p
     fake = TwoProcesses(rank, theirs, processor)
     fake.image = processor.image_token_id
     engine = object.__new__(VLLMEngine)
-    more = {"tp": 2, "tp_group": None, "tp_rank": rank, "max_model_len": 10**6, "sleep_level": 0, "complete": True}
+    more = {"tp": 2, "tp_group": None, "tp_rank": rank, "max_model_len": 10**6, "sleep_level": 0,
+            "has_all_weights": True}
     vars(engine).update(processor=processor, llm=fake, **more)
     monkeypatch.setattr(engine, "wake", lambda: None)
-    monkeypatch.setattr(engine, "_begin", partial(begin_without_vllm, engine))
+    monkeypatch.setattr(engine, "_add_requests", partial(begin_without_vllm, engine))
     monkeypatch.setattr(engines.vllm.dist, "all_gather_object", fake.gather)
     handed = []
-    rollouts = engine.generate(mine, 2, Sampling(4), handed.append)
+    rollouts = engine.generate(mine, 2, SamplingParams(4), handed.append)
     assert [r.response for r in rollouts] == ([[40], [41], [42], [43]] if rank == 0 else [[44], [45]])
     assert [r.response for r in handed] == ([[43], [42], [41], [40]] if rank == 0 else [[45], [44]])
     assert sorted(map(id, handed)) == sorted(map(id, rollouts)) and fake.aborted == []

@@ -22,8 +22,8 @@ import pytest
 from PIL import Image
 
 from errors import UserError
-from prepare_data import ReadingConfig, main, parse_args, read_examples
-from rewards.grade import check_tasks, score
+from prepare_data import DataFormatConfig, main, parse_args, read_examples
+from rewards.grade import check_tasks, grade
 from tasks import vqa
 
 HOW_MANY = "How many dogs are there?"
@@ -41,7 +41,7 @@ def example(truth: str, question: str = HOW_MANY, **extra) -> SimpleNamespace:
 
 
 def accuracy(response: str, truth: str, question: str = HOW_MANY, **extra) -> float:
-    return score(response, example(truth, question, **extra))["accuracy"]
+    return grade(response, example(truth, question, **extra))["accuracy"]
 
 
 def cases(table: str) -> list[tuple[str, str]]:
@@ -275,15 +275,15 @@ def test_no_answer_is_wrong(truth, question):
 
 def test_a_plain_answer_that_was_cut_off_is_wrong():
     row = example("3")
-    assert score("3", row, finish_reason="length")["accuracy"] == 0.0  # 3, 35 or 3 of them
-    assert score("\\boxed{3}", row, finish_reason="length")["accuracy"] == 1.0
+    assert grade("3", row, finish_reason="length")["accuracy"] == 0.0  # 3, 35 or 3 of them
+    assert grade("\\boxed{3}", row, finish_reason="length")["accuracy"] == 1.0
 
 
 def test_format():
     for response, earned in (("\\boxed{3}", 1), ("<think>a</think> \\boxed{3}", 1), ("3", 0.9), ("So \\boxed{3}", 0.9)):
-        assert score(response, example("3"))["reward"] == pytest.approx(earned)
-    assert score("\\boxed{3} \\boxed{3}", example("3"))["reward"] == pytest.approx(0.9)
-    assert score("\\boxed{4}", example("3")) == {"accuracy": 0.0, "format": 1.0, "reward": pytest.approx(0.1)}
+        assert grade(response, example("3"))["reward"] == pytest.approx(earned)
+    assert grade("\\boxed{3} \\boxed{3}", example("3"))["reward"] == pytest.approx(0.9)
+    assert grade("\\boxed{4}", example("3")) == {"accuracy": 0.0, "format": 1.0, "reward": pytest.approx(0.1)}
 
 
 # --- several references, tolerances, choices ----------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_few_references():
     assert accuracy("sofa", '["sofa", "chair"]', COLOUR) == 0.5
     assert accuracy("3", '[3, "three", "4", ""]') == pytest.approx(2 / 3)
     assert accuracy("a", "[a, b]", COLOUR) == 0.0  # no JSON: the text itself
-    with pytest.raises(UserError, match="nothing could equal"):
+    with pytest.raises(UserError, match="does not earn full marks"):
         check_tasks([example('["", "."]')])
 
 
@@ -366,26 +366,26 @@ def test_half_past_midnight_is_not_noon():
 )
 def test_choices_that_differ_by_a_sign(choices):
     for i, text in enumerate(choices):
-        right, other = vqa.LETTERS[i], choices[i - 1]
+        right, other = vqa.CHOICE_LETTERS[i], choices[i - 1]
         row = example(right, WHICH, answer_type="multiple choice", choices=list(choices))
         for answer, accuracy in ((text, 1.0), (f"{right}. {text}", 1.0), (other, 0.0), (f"{right}. {other}", 0.0)):
-            assert score(f"\\boxed{{{answer}}}", row)["accuracy"] == accuracy, answer
+            assert grade(f"\\boxed{{{answer}}}", row)["accuracy"] == accuracy, answer
 
 
 def test_two_forms_of_an_answer_are_each_right(tmp_path):
     (found,) = written(tmp_path, [{"question": "How long?", "answer": "['24/7', '3.429']"}])
-    assert [score(a, found)["accuracy"] for a in ("24/7", "3.429", "7/24")] == [1.0, 1.0, 0.0]
+    assert [grade(a, found)["accuracy"] for a in ("24/7", "3.429", "7/24")] == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("truth", ["nan", "NULL", '{"answer": 3}', '["nan", "null"]'])
 def test_truths_that_say_nothing_are_refused(truth):
-    with pytest.raises(UserError, match="nothing could equal the ground_truth .*it says nothing"):
+    with pytest.raises(UserError, match="the ground_truth .*it holds no answer"):
         check_tasks([example(truth)])
 
 
 @pytest.mark.parametrize("answer", ["(B)", "B. x-1", "Option B", "x-1"])
 def test_a_choice_is_named_as_answers_name_it(answer):
-    assert vqa.letter_of(answer, ["x+1", "x-1"]) == "B"
+    assert vqa.choice_letter(answer, ["x+1", "x-1"]) == "B"
 
 
 def test_choices_of_a_column_or_of_the_question():
@@ -427,7 +427,7 @@ def test_texts_are_equal_as_in_vqas_evaluation():
     rows = [json.loads(line) for line in (Path(__file__).parent / "data/vqa_reference.jsonl").read_text().splitlines()]
     ours, theirs = defaultdict(set), defaultdict(set)
     for text, form in rows:
-        found = vqa.normal(vqa.clean(text))
+        found = vqa.normalize_text(vqa.clean(text))
         theirs[form].add(found)
         ours[found].add(form.replace("'", ""))  # it lacks the apostrophes of `Im` and `Ive`, by upper case
     assert len(rows) == 1000 and len(theirs) > 500
@@ -474,7 +474,7 @@ def test_ten_thousand_strings():
     rows += [example("B", WHICH, answer_type="multiple choice")]
     start = time.process_time()
     for i, text in enumerate(fuzzed(10_000, 0)):
-        rewards = score(text, rows[i % 5], finish_reason="stop" if i % 3 else "length")
+        rewards = grade(text, rows[i % 5], finish_reason="stop" if i % 3 else "length")
         assert 0.0 <= rewards["accuracy"] <= 1.0
     assert (time.process_time() - start) / 10_000 < 0.001
 
@@ -498,7 +498,7 @@ def no_collection():
 def test_hostile_responses_take_no_time(response, no_collection):
     for row in (example("3"), example("yes", IS_THERE), example("B", WHICH, answer_type="multiple choice")):
         start = time.process_time()
-        accuracy = score(response, row)["accuracy"]
+        accuracy = grade(response, row)["accuracy"]
         assert accuracy == (response.startswith("\\boxed{3}") and row.ground_truth == "3")
         assert time.process_time() - start < 0.5
 
@@ -516,7 +516,7 @@ def written(folder: Path, rows: list[dict], *flags) -> list:
     lines = [json.dumps({"image": "a.png"} | row) for row in rows]
     (folder / "qa.jsonl").write_text("\n".join(lines) + "\n")
     run("vqa", "--input", folder / "qa.jsonl", "--out", folder / "qa.parquet", *flags)
-    return read_examples(folder / "qa.parquet", ReadingConfig())[0]
+    return read_examples(folder / "qa.parquet", DataFormatConfig())[0]
 
 
 def test_rows_are_read_as_they_are(tmp_path):
@@ -537,7 +537,7 @@ def test_rows_are_read_as_they_are(tmp_path):
     assert found[2].messages[0]["content"] == f"<image>Which?\nA. red\nB. blue\n{vqa.INSTRUCTION}"
     assert check_tasks(found) == {"vqa": 6}
     answers = ["three", "red", "blue", "(A)", "yes", "21"]
-    scores = [score(answer, e)["accuracy"] for answer, e in zip(answers, found, strict=True)]
+    scores = [grade(answer, e)["accuracy"] for answer, e in zip(answers, found, strict=True)]
     assert scores == [1.0, 0.5, 1.0, 1.0, 1.0, 1.0]
 
 
@@ -545,7 +545,7 @@ def test_csv_and_parquet(tmp_path):
     Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
     (tmp_path / "qa.csv").write_text('image,question,answer,choices\na.png,Which?,red,"[""red"", ""blue""]"\n')
     run("vqa", "--input", tmp_path / "qa.csv", "--out", tmp_path / "1.parquet")
-    [first], _ = read_examples(tmp_path / "1.parquet", ReadingConfig())
+    [first], _ = read_examples(tmp_path / "1.parquet", DataFormatConfig())
     assert first.ground_truth == "A" and first.extra["choices"] == ["red", "blue"]
     keys = ("--prompt-key", "prompt", "--image-key", "images", "--answer-key", "reward_model", "--instruction", "")
     with pytest.raises(UserError, match="expected a file that ends in .json, .jsonl, .csv, .parquet"):
@@ -592,9 +592,9 @@ def test_toy(tmp_path):
 
 def test_toy_file(tmp_path):
     run("vqa", "--toy", "--n", 20, "--out", tmp_path / "vqa.parquet")
-    found, _ = read_examples(tmp_path / "vqa.parquet", ReadingConfig())
+    found, _ = read_examples(tmp_path / "vqa.parquet", DataFormatConfig())
     assert check_tasks(found) == {"vqa": 20} and found[0].uid == "vqa-train-0-0"
-    assert all(score(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in found)
+    assert all(grade(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in found)
     assert {e.extra["answer_type"] for e in found} == set(vqa.TOY_TYPES)
     assert vqa.choices_in(found[4].messages[0]["content"])
 
@@ -605,7 +605,7 @@ def test_the_worked_example(tmp_path):
     text = page.partition("## vqa")[2].partition("\n## ")[0]
     lines = text.split("```")[1].strip().splitlines()
     count, material, choice = written(tmp_path, list(map(json.loads, lines)))
-    assert score("wood", material)["accuracy"] == 1.0 and score("red", choice)["accuracy"] == 1.0
+    assert grade("wood", material)["accuracy"] == 1.0 and grade("red", choice)["accuracy"] == 1.0
     rows = {"a number": count, "`yes`": example("yes", IS_THERE), "text": example("gray", "What colour is the car?")}
     rows["a choice"] = example("B", WHICH, choices=["red", "blue"])
     tried = 0
@@ -614,6 +614,6 @@ def test_the_worked_example(tmp_path):
         row = next((row for start, row in rows.items() if name.startswith(start)), None)
         for cell, right in zip(cells if row else (), (1.0, 0.0), strict=False):
             for answer in cell.split("`")[1::2]:
-                assert score(answer, row)["accuracy"] == right, answer
+                assert grade(answer, row)["accuracy"] == right, answer
                 tried += 1
     assert tried > 20

@@ -32,22 +32,31 @@ import report.writer
 import train
 from engines.hf import HFEngine
 from errors import UserError
-from packing import FlopRates
-from parallel.checkpoint import locate
+from packing import FlopCosts
+from parallel.checkpoint import resolve_model
 from parallel.models import build_models
 from prepare_data import Example
-from report.line import fit, head_line, peak_flops, speeds, step_line
-from report.metrics import measure_values, update_flops
-from report.page.plots import Line, group_by_settings, mean_line, measured_panels, run_curves, smooth, thin_curve, watch
+from report.metrics import add_value_metrics, update_flops
+from report.page.plots import (
+    Line,
+    group_by_settings,
+    mean_line,
+    measured_panels,
+    plot_runs,
+    run_curves,
+    smooth,
+    thin_curve,
+)
 from report.page.trackers import TensorBoard, Trackers, WandB, check_trackers
-from report.progress import Progress, following, sampling
+from report.progress import Progress, iter_with_progress, sampling
 from report.records import encode_image
-from report.samples import most_varied_group, shorten, show
+from report.run_warnings import RunWarnings
+from report.samples import format_sample_lines, most_varied_group, shorten
 from report.summary import best_evaluation, run_summary
-from report.warnings import Warnings
+from report.terminal import format_fixed_width, header_line, peak_flops, step_line, throughput_metrics
 from rollout import Prompt, Rollout, RolloutCounter
-from tasks.shapes import png, shapes_rows
-from utils import Context, Meter
+from tasks.shapes import encode_png, shapes_rows
+from utils import DistContext, Meter
 
 
 @pytest.fixture
@@ -91,7 +100,7 @@ def tracked(toys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tracked")
     data = write_parquet(folder / "train.parquet", shapes_rows(8, "train", 0))
     test = write_parquet(folder / "test.parquet", shapes_rows(5, "test", 0))
-    more = ["--eval-data", test, "--eval-every", 2, "--save-every", 2, "--track", "tensorboard", "wandb"]
+    more = ["--eval-data", test, "--eval-every", 2, "--save-every", 2, "--report-to", "tensorboard", "wandb"]
     env = os.environ | {"WANDB_MODE": "offline", "XDG_DATA_HOME": str(folder / "home"), "WANDB_PROJECT": "mine"}
     command = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, folder / "run", *more, "--no-self-test")]
     first = run([*command, "--steps", 2], env=env)
@@ -155,7 +164,7 @@ def test_trackers_get_the_images_that_came_in_episodes(tmp_path):
     """A prompt's image, then two in the first of two episodes."""
     colours = {"red": (255, 0, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
     red, blue, white = (Image.new("RGB", (56, 56), colour) for colour in colours)
-    example = SimpleNamespace(images=[png(red)], messages=[{"role": "user", "content": "<image>?"}])
+    example = SimpleNamespace(images=[encode_png(red)], messages=[{"role": "user", "content": "<image>?"}])
     of = {"text": "x", "finish_reason": "stop", "rewards": {"reward": 1.0}, "advantage": 0.5}
     episodes = [of | {"images": [encode_image(blue), encode_image(white)]}, of | {"images": []}]
     asked = (1, [{"uid": "u", "ground_truth": "1", "samples": episodes}], {"u": example})
@@ -277,7 +286,7 @@ def test_a_tracker_that_fails_is_told_once_and_ends_alone(broken, tmp_path, monk
     made = Trackers(["tensorboard", "wandb"], tmp_path, {"args": {}}, 0)
     all_calls(made)
     said = capsys.readouterr().out
-    assert said.count("warning: --track tensorboard failed (ConnectionError: no ") == said.count("warning") == 1
+    assert said.count("warning: --report-to tensorboard failed (ConnectionError: no ") == said.count("warning") == 1
     assert [name for name, *_ in fakes["wandb"].got] == ["log", "samples", "log", "close"]
 
 
@@ -290,18 +299,18 @@ def test_a_tracker_that_cannot_begin_ends_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report.page.trackers, "TRACKERS", {"wandb": fail, "tensorboard": lambda *_: other})
     made = Trackers(["wandb", "tensorboard"], tmp_path, {"args": {}}, 0)
     all_calls(made)
-    assert capsys.readouterr().out.count("--track wandb failed (TimeoutError: nobody answers)") == 1
+    assert capsys.readouterr().out.count("--report-to wandb failed (TimeoutError: nobody answers)") == 1
     assert len(other.got) == 4
 
 
 def test_what_is_not_installed_or_unknown_is_a_mistake(monkeypatch):
-    with pytest.raises(UserError, match="--track comet: must be one of tensorboard, wandb"):
+    with pytest.raises(UserError, match="--report-to comet: must be one of tensorboard, wandb"):
         check_trackers(["tensorboard", "comet"])
     monkeypatch.setattr(report.page.trackers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="--track wandb: wandb is not installed; pip install wandb, or leave"):
+    with pytest.raises(UserError, match="--report-to wandb: wandb is not installed; pip install wandb, or leave"):
         check_trackers(["wandb"])
-    cfg = train.parse_args("--model m --data d --out o --steps 1 --track wandb".split())
-    assert cfg.run.track == ("wandb",) and callable(WandB) and callable(TensorBoard)
+    cfg = train.parse_args("--model m --data d --out o --steps 1 --report-to wandb".split())
+    assert cfg.run.report_to == ("wandb",) and callable(WandB) and callable(TensorBoard)
 
 
 def test_a_server_that_never_answers_is_given_up(tmp_path):
@@ -324,7 +333,7 @@ def test_a_server_that_never_answers_is_given_up(tmp_path):
 # --- the line of a step -----------------------------------------------------------------------------------------------
 
 WIDE = {
-    "reward/mean": -12345.678, "reward/constant_groups": 1.0, "episode/turns": 12.345, "episode/ended_by/error": 0.5,
+    "reward/mean": -12345.678, "reward/zero_std_frac": 1.0, "episode/turns": 12.345, "episode/ended_by/error": 0.5,
     "response/tokens": 32768.4, "policy/grad_norm": 1234567.8, "policy/entropy": 12.3456, "perf/mfu": 0.4321,
     "perf/tokens_per_second": 1234567.0, "time/step": 12345.6, "time/rollout": 9876.5, "time/reward": 12345.6,
     "time/update": 1234.5,
@@ -332,20 +341,22 @@ WIDE = {
 
 
 def test_a_step_takes_one_line_of_a_hundred_columns():
-    assert len(head_line(99999, WIDE)) == len(step_line(12345, 99999, WIDE, 1e7)) == 100
-    lean = {"reward/constant_groups": 1.0, "time/step": 0.1}
-    assert len(head_line(60, lean)) == len(step_line(1, 60, lean, 5.0)) <= 100
+    assert len(header_line(99999, WIDE)) == len(step_line(12345, 99999, WIDE, 1e7)) == 100
+    lean = {"reward/zero_std_frac": 1.0, "time/step": 0.1}
+    assert len(header_line(60, lean)) == len(step_line(1, 60, lean, 5.0)) <= 100
     assert step_line(1, 60, lean, 5.0).split() == "step 1/60 - 1.00 - - - - 0.1 - - - 00:05".split()
-    assert [fit(x, 6, 3).strip() for x in (0.5, -3.14159, 999.96, 123456.7, 1e12, math.nan)] == [
+    assert [format_fixed_width(x, 6, 3).strip() for x in (0.5, -3.14159, 999.96, 123456.7, 1e12, math.nan)] == [
         "0.500", "-3.142", "999.96", "123457", "1e+12", "nan"]  # fmt: skip
 
 
 def test_speeds_of_a_step():
     told = {"rollout/tokens": 600.0, "time/rollout": 3.0, "time/update": 2.0, "update/flops": 8 * 989e12}
-    assert speeds(told, 8, "NVIDIA H100 80GB HBM3") == {"perf/tokens_per_second": 200.0, "perf/mfu": 0.5}
-    assert speeds(told, 8, "NVIDIA H100 PCIe")["perf/mfu"] == pytest.approx(0.5 * 989 / 756)
-    assert "perf/mfu" not in speeds(told, 8, "Some GPU 3000") and "perf/mfu" not in speeds(told, 8, None)
-    assert speeds({"time/rollout": 0.0, "rollout/tokens": 0.0}, 1, None) == {}
+    assert throughput_metrics(told, 8, "NVIDIA H100 80GB HBM3") == {"perf/tokens_per_second": 200.0, "perf/mfu": 0.5}
+    assert throughput_metrics(told, 8, "NVIDIA H100 PCIe")["perf/mfu"] == pytest.approx(0.5 * 989 / 756)
+    assert "perf/mfu" not in throughput_metrics(told, 8, "Some GPU 3000") and "perf/mfu" not in throughput_metrics(
+        told, 8, None
+    )
+    assert throughput_metrics({"time/rollout": 0.0, "rollout/tokens": 0.0}, 1, None) == {}
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
 
 
@@ -354,21 +365,21 @@ def test_flops_of_an_update_count_each_prompt_once():
     example = Example("a", "shapes", [], [], "1", {})
     prompt = Prompt("a", [1, 2, 3], [], example, [1, 2, 3])
     rollouts = [Rollout(prompt, i, [5] * n, [True] * n, [0.0] * n) for i, n in enumerate((2, 4))]
-    rates = FlopRates(token=100.0, pair=1.0, trained_token=10.0, patch=0.0, image_pair=0.0, window_pair=0.0, window=1)
+    costs = FlopCosts(token=100.0, pair=1.0, trained_token=10.0, patch=0.0, image_pair=0.0, window_pair=0.0, window=1)
     tokens, trained = 3 + 1 + 3, 2 + 4
     pairs = (1 + 2 + 3) + 4 + (4 + 5 + 6)
-    assert update_flops(rollouts, rates, frozen=False) == pytest.approx(3 * (100 * tokens + 10 * trained + pairs))
-    assert update_flops(rollouts, rates, frozen=True) == pytest.approx(2 * (100 * tokens + 10 * trained) + 3 * pairs)
-    assert update_flops([], rates, frozen=False) == 0
+    assert update_flops(rollouts, costs, frozen=False) == pytest.approx(3 * (100 * tokens + 10 * trained + pairs))
+    assert update_flops(rollouts, costs, frozen=True) == pytest.approx(2 * (100 * tokens + 10 * trained) + 3 * pairs)
+    assert update_flops([], costs, frozen=False) == 0
 
 
 def test_values_of_nothing_are_left_out():
-    ctx, meter = Context(0, 1, torch.device("cpu")), Meter()
+    ctx, meter = DistContext(0, 1, torch.device("cpu")), Meter()
     nothing = SimpleNamespace(returns=torch.zeros(0), values=torch.zeros(0))
-    measure_values(nothing, ctx, meter)
+    add_value_metrics(nothing, ctx, meter)
     assert meter.reduce(ctx) == {}
     same = SimpleNamespace(returns=torch.ones(3), values=torch.tensor([1.0, 2.0, 3.0]))
-    measure_values(same, ctx, meter)
+    add_value_metrics(same, ctx, meter)
     assert meter.reduce(ctx) == {"value/mean": 2.0}  # returns without a variance: none of it is explained, or all
 
 
@@ -401,7 +412,7 @@ class Terminal(io.StringIO):
 def test_on_a_terminal_there_is_a_bar_that_goes(monkeypatch):
     monkeypatch.setattr(report.progress, "REFRESH_SECONDS", 0.02)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    done = [item for item in following(range(4), "loading") if not time.sleep(0.05)]
+    done = [item for item in iter_with_progress(range(4), "loading") if not time.sleep(0.05)]
     shown = terminal.getvalue()
     assert done == [0, 1, 2, 3] and not showing()
     assert "loading 0/4" in shown and "loading 3/4" in shown and not shown.rsplit("\r", 1)[-1].strip()
@@ -431,7 +442,7 @@ def test_samples_are_chosen_to_show_what_is_learnt_from():
     one = record("one", ("f", None))
     for shown, texts in ((uneven, "bw"), (flat, "xy"), (failed, "fg"), (one, "f")):
         prompt = Example(shown["uid"], "t", [], [], "1", {})
-        lines = show([shown], {shown["uid"]: prompt})[1:]
+        lines = format_sample_lines([shown], {shown["uid"]: prompt})[1:]
         assert [line.split()[0] for line in lines] == ["best", "worst"][: len(texts)]
         assert [line.split()[-1] for line in lines] == [repr(text) for text in texts]
 
@@ -439,7 +450,7 @@ def test_samples_are_chosen_to_show_what_is_learnt_from():
 def test_long_texts_show_both_ends_and_nothing_acts_on_the_terminal():
     text = "\x1b[31mbegin" + "x" * 500 + "end\u202e\x07"
     example = Example("u\x1b", "shapes", [{"role": "user", "content": "a\rb\x1b]0;t\x07"}], [], "\x1b1", {})
-    lines = show([record("u\x1b", (text, 1.0), (text[::-1], 0.0))], {"u\x1b": example})
+    lines = format_sample_lines([record("u\x1b", (text, 1.0), (text[::-1], 0.0))], {"u\x1b": example})
     assert "begin" in lines[1] and "end" in lines[1] and len(lines) == 3
     assert not re.search(r"[\x00-\x1f\x7f\u202e]", "".join(lines))
     assert shorten("short") == "'short'" and len(shorten("y" * 10_000)) < 220
@@ -448,23 +459,23 @@ def test_long_texts_show_both_ends_and_nothing_acts_on_the_terminal():
 # --- warnings ---------------------------------------------------------------------------------------------------------
 
 HEALTHY = {
-    "reward/constant_groups": 0.3, "reward/mean": 0.5, "reward/accuracy": 0.5, "policy/entropy": 0.4,
-    "response/tokens": 100.0, "response/truncated": 0.02, "rollout/kl": 1e-3, "update/steps": 1.0,
+    "reward/zero_std_frac": 0.3, "reward/mean": 0.5, "reward/accuracy": 0.5, "policy/entropy": 0.4,
+    "response/tokens": 100.0, "response/truncated": 0.02, "mismatch/kl": 1e-3, "update/steps": 1.0,
 }  # fmt: skip
 
 
 def said(*parts):
     """What is warned of in steps that change HEALTHY: (how many, change) in turn."""
-    warnings = Warnings(Path("o"))
-    return [line for n, change in parts for _ in range(n) for line in warnings.feed(HEALTHY | change)]
+    warnings = RunWarnings(Path("o"))
+    return [line for n, change in parts for _ in range(n) for line in warnings.update(HEALTHY | change)]
 
 
 @pytest.mark.parametrize("change, match", [
-    ({"reward/constant_groups": 1.0}, "all samples of a prompt got the same reward .mean 0.5.*--temperature"),
+    ({"reward/zero_std_frac": 1.0}, "all samples of a prompt got the same reward .mean 0.5.*--temperature"),
     ({"policy/entropy": 0.03}, "policy/entropy collapsed to 0.03, from 0.4 .*accuracy of 0.50.*--clip-high"),
-    ({"response/tokens": 20.0}, "responses shrank to 20 tokens, from 100.*--kl-coef"),
+    ({"response/tokens": 20.0}, "mean response length fell to 20 tokens, from 100.*--kl-coef"),
     ({"response/truncated": 0.5}, "response/truncated rose to .*, from 0.02.*--max-new-tokens"),
-    ({"rollout/kl": 0.02}, "rollout/kl grew to .*, from 0.001.*--algo-args tis_cap"),
+    ({"mismatch/kl": 0.02}, "mismatch/kl grew to .*, from 0.001.*--algo-args tis_cap"),
 ])
 def test_warnings_are_said_once_until_it_is_over(change, match):
     once = said((10, {}), (20, change))
@@ -475,21 +486,21 @@ def test_warnings_are_said_once_until_it_is_over(change, match):
 
 @pytest.mark.parametrize("change", [
     {},
-    {"policy/entropy": 0.01, "reward/accuracy": 0.97, "reward/constant_groups": 0.95},  # learnt
-    {"response/tokens": 60.0}, {"response/truncated": 0.1}, {"rollout/kl": 3e-3}, {"rollout/kl": None},
+    {"policy/entropy": 0.01, "reward/accuracy": 0.97, "reward/zero_std_frac": 0.95},  # learnt
+    {"response/tokens": 60.0}, {"response/truncated": 0.1}, {"mismatch/kl": 3e-3}, {"mismatch/kl": None},
 ])
 def test_healthy_runs_are_not_warned_of(change):
     assert not said((10, {}), (60, change))
 
 
 def test_warnings_survive_missing_metrics_and_go_on_after_a_resume():
-    warnings = Warnings(Path("o"))
-    assert not [line for _ in range(9) for line in warnings.feed({"step": 0, "eval/accuracy": 0.1})]
-    assert not [line for _ in range(9) for line in warnings.feed({"reward/constant_groups": 0.1})]
+    warnings = RunWarnings(Path("o"))
+    assert not [line for _ in range(9) for line in warnings.update({"step": 0, "eval/accuracy": 0.1})]
+    assert not [line for _ in range(9) for line in warnings.update({"reward/zero_std_frac": 0.1})]
     history = [HEALTHY] * 10 + [HEALTHY | {"policy/entropy": 0.01}] * 10
     for row in history:  # as a run that goes on reads them
-        warnings.feed(row)
-    assert not warnings.feed(history[-1])  # said before
+        warnings.update(row)
+    assert not warnings.update(history[-1])  # said before
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
@@ -498,9 +509,9 @@ def test_warnings_survive_missing_metrics_and_go_on_after_a_resume():
 def run_rows(n, **more):
     made = []
     for step in range(n + 1):
-        row = {"step": step, "reward/mean": step / n, "reward/accuracy": 0.5, "policy/entropy": 1.0, "rollout/kl": 1e-3,
-               "response/tokens": 20.0, "response/truncated": 0.1, "policy/grad_norm": 0.5, "time/step": 2.0,
-               "time/rollout": 1.0, "time/update": 0.5}  # fmt: skip
+        row = {"step": step, "reward/mean": step / n, "reward/accuracy": 0.5, "policy/entropy": 1.0,
+               "mismatch/kl": 1e-3, "response/tokens": 20.0, "response/truncated": 0.1, "policy/grad_norm": 0.5,
+               "time/step": 2.0, "time/rollout": 1.0, "time/update": 0.5}  # fmt: skip
         made.append({"step": 0} if step == 0 else row | more)
         if step % 10 == 0:
             made[-1] |= {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6}
@@ -529,7 +540,7 @@ def test_panels_are_svgs_that_need_nothing(more):
 def test_what_was_not_measured_has_no_panel():
     assert run_curves([]) == [] and run_curves([{"step": 0}]) == []
     assert [c.title for c in run_curves([{"step": 1, "reward/mean": 0.1, "policy/entropy": None}])] == ["Reward"]
-    none = [{"step": 1, "rollout/kl": 0.0}, {"step": 2, "rollout/kl": 1e-9}, {"step": 3, "rollout/kl": 1.0}]
+    none = [{"step": 1, "mismatch/kl": 0.0}, {"step": 2, "mismatch/kl": 1e-9}, {"step": 3, "mismatch/kl": 1.0}]
     assert [c.title for c in run_curves(none)] == ["KL"]  # a logarithm has no place for the first
 
 
@@ -555,20 +566,20 @@ def write_run(folder, **args):
 def test_runs_are_drawn_over_each_other_by_their_settings(tmp_path, capsys):
     made = [write_run(tmp_path / f"a{i}" / "run", seed=i) for i in range(3)]
     made.append(write_run(tmp_path / "b" / "run", lr=1e-4))
-    watch(made, tmp_path / "out")
+    plot_runs(made, tmp_path / "out")
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("--lr 0.001 (3 runs): ") and told[1].startswith("--lr 0.0001: ") and len(told) == 3
     assert "a band from the lowest to the highest" in told[2]
     assert min(Image.open(tmp_path / "out" / "curves.png").size) > 800
     apart = {Path(end): {"data": end * 50 + "x" * 50} for end in "abc"} | {Path("d"): {}}
     assert [len(runs) for _, runs in group_by_settings(apart)] == [1] * 4  # also where names are shortened to the same
-    watch([made[0], made[0].parent / "." / ".." / "a0" / "run"], tmp_path / "once")
+    plot_runs([made[0], made[0].parent / "." / ".." / "a0" / "run"], tmp_path / "once")
     assert "(2 runs)" not in capsys.readouterr().out
-    with pytest.raises(UserError, match="--watch .*/none: no run is there"):
-        watch([made[0], tmp_path / "none"], tmp_path / "out")
+    with pytest.raises(UserError, match="--plot-runs .*/none has no run.json"):
+        plot_runs([made[0], tmp_path / "none"], tmp_path / "out")
     (made[0] / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
-    with pytest.raises(UserError, match="--watch .*/a0/run: the run has not finished a step yet"):
-        watch(made, tmp_path / "out")
+    with pytest.raises(UserError, match="--plot-runs .*/a0/run: the run has not finished a step yet"):
+        plot_runs(made, tmp_path / "out")
 
 
 # --- the best evaluation ----------------------------------------------------------------------------------------------
@@ -609,14 +620,14 @@ def score(response, example, step):
 def test_the_best_checkpoint_is_kept_also_by_a_run_that_is_cut_off(quick, tmp_path, monkeypatch):
     test = write_parquet(tmp_path / "test.parquet", shapes_rows(3, "test", 0))
     (tmp_path / "mine.py").write_text(REWARD)
-    monkeypatch.setattr(report.log.RunLog, "_draw", lambda log: None)
-    evaluate = train.Evaluation.run
+    monkeypatch.setattr(report.log.RunLog, "_write_report", lambda log: None)
+    evaluate = train.Evaluation.run_during_training
 
     def at_step(evaluation, log, stage, step):  # rewards of evaluations get the run's last step
         evaluation.step = step
         return evaluate(evaluation, log, stage, step)
 
-    monkeypatch.setattr(train.Evaluation, "run", at_step)
+    monkeypatch.setattr(train.Evaluation, "run_during_training", at_step)
 
     def start(out):
         more = ["--eval-data", test, "--eval-every", 1, "--steps", 6, "--save-every", 3, "--keep", 1, "--keep-best",
@@ -641,7 +652,7 @@ def test_the_best_checkpoint_is_kept_also_by_a_run_that_is_cut_off(quick, tmp_pa
         del summary["seconds"], summary["metrics"]
         assert summary["best"].pop("checkpoint").endswith("checkpoints/step_000002")
     assert told[0] == told[1] and told[0]["best"] == {"reward": pytest.approx(0.6), "step": 2}
-    assert locate(str(tmp_path / "cut" / "checkpoints" / "step_000002"))[2]["keep_best"]  # as eval.py finds it
+    assert resolve_model(str(tmp_path / "cut" / "checkpoints" / "step_000002"))[2]["keep_best"]  # as eval.py finds it
 
 
 def test_keeping_the_best_needs_evaluations(quick):
@@ -672,9 +683,9 @@ def score(response, example):
 
 def test_parts_of_a_reward_may_have_any_name(quick, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(PARTS, encoding="utf-8")
-    out = quick("--reward", f"{tmp_path}/mine.py:score", "--track", "tensorboard")
+    out = quick("--reward", f"{tmp_path}/mine.py:score", "--report-to", "tensorboard")
     said = capsys.readouterr().out
-    assert "warning: report" not in said and "--track tensorboard failed" not in said
+    assert "warning: report" not in said and "--report-to tensorboard failed" not in said
     names = ["saved $5_$", r"$\frac{$", r"\$", "_x", r"\ud800", r"a\x1b[2J\n"]
     assert all(rows(out)[-1][f"reward/{name}"] == 0.5 for name in names)
     html = (out / "report.html").read_text(encoding="utf-8")
@@ -696,7 +707,7 @@ def test_a_report_that_fails_is_a_warning_and_comes_after_the_checkpoint(quick, 
         raise RuntimeError("no glyph")
 
     monkeypatch.setattr(report.page.page, "draw_grid", fail)
-    monkeypatch.setattr(report.log, "show", fail)
+    monkeypatch.setattr(report.log, "format_sample_lines", fail)
     quick("--eval-data", test, "--eval-every", 1, "--save-every", 1, "--keep", 9)
     said = capsys.readouterr().out
     assert saved[0] == [] and saved[1:3] == [["step_000001"]] * 2 and saved[3:5] == [["step_000001", "step_000002"]] * 2
@@ -708,8 +719,8 @@ def test_a_large_page_is_written_by_a_process_of_its_own(quick, tmp_path, monkey
     """It writes the same files, and a failure gives the same warning."""
     test = write_parquet(tmp_path / "test.parquet", shapes_rows(3, "test", 0))
     here = quick("--eval-data", test, "--eval-every", 1, out="here")
-    monkeypatch.setattr(report.writer, "LARGE", -1)
-    for name in ("write_pages", "write_report", "draw_grid"):  # not in this process
+    monkeypatch.setattr(report.writer, "LARGE_PAGE_CHARS", -1)
+    for name in ("write_pages", "write_run_page", "draw_grid"):  # not in this process
         monkeypatch.setattr(getattr(report.page.page, name), "__code__", (lambda *_: None).__code__)
     there = quick("--eval-data", test, "--eval-every", 1, out="there")
     assert "report failure" not in capsys.readouterr().out
@@ -724,8 +735,8 @@ def test_a_large_page_is_written_by_a_process_of_its_own(quick, tmp_path, monkey
 
 def test_what_cannot_be_given_to_another_process_is_a_warning(tmp_path, monkeypatch, capsys):
     """A full disk for temporary files, or no process to be had, ends no run."""
-    monkeypatch.setattr(report.writer, "LARGE", -1)
-    writer, shown = report.writer.Writer(), report.writer.Shown("a page")
+    monkeypatch.setattr(report.writer, "LARGE_PAGE_CHARS", -1)
+    writer, shown = report.writer.Writer(), report.writer.ReportPage("a page")
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -739,8 +750,8 @@ def test_what_cannot_be_given_to_another_process_is_a_warning(tmp_path, monkeypa
 
 def test_a_page_waits_only_for_one_of_its_own_name(tmp_path, monkeypatch):
     """And it ends with the run: a process that went on would overwrite the pages of the next."""
-    monkeypatch.setattr(report.writer, "LARGE", -1)
-    writer, shown = report.writer.Writer(), report.writer.Shown("a page")
+    monkeypatch.setattr(report.writer, "LARGE_PAGE_CHARS", -1)
+    writer, shown = report.writer.Writer(), report.writer.ReportPage("a page")
     (tmp_path / "slow.py").write_text(
         "import os, time\nfrom pathlib import Path\n\n\ndef write(path, shown):\n"
         "    time.sleep(float(os.environ['SLOW']))\n    path.write_text('written')\n")
@@ -758,8 +769,8 @@ def test_a_page_waits_only_for_one_of_its_own_name(tmp_path, monkeypatch):
     writer.finish([*writer.running])
     assert not writer.running and writer.failed == 0 and (tmp_path / "two").read_text() == "written"
     monkeypatch.setenv("SLOW", "20")
-    code = "import sys, time; sys.path[:0] = sys.argv[1:3]; import slow, report.writer as w; w.LARGE = -1\n"
-    code += "writer = w.Writer(); writer.write(slow.write, w.Path(sys.argv[3]), w.Shown('a')); time.sleep(1)\n"
+    code = "import sys, time; sys.path[:0] = sys.argv[1:3]; import slow, report.writer as w; w.LARGE_PAGE_CHARS = -1\n"
+    code += "writer = w.Writer(); writer.write(slow.write, w.Path(sys.argv[3]), w.ReportPage('a')); time.sleep(1)\n"
     code += "print(*[process.pid for process, _ in writer.running.values()])"
     command = [sys.executable, "-c", code, str(ROOT), str(tmp_path), str(tmp_path / "orphan")]
     pid = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -772,8 +783,8 @@ def test_a_page_waits_only_for_one_of_its_own_name(tmp_path, monkeypatch):
 def test_a_failure_of_a_tracker_does_not_stop_a_run(quick, monkeypatch, capsys):
     fake = Fake(["log", "samples", "close"])
     monkeypatch.setattr(report.page.trackers, "TRACKERS", dict.fromkeys(report.page.trackers.TRACKERS, lambda *_: fake))
-    out = quick("--track", "wandb")
+    out = quick("--report-to", "wandb")
     said = capsys.readouterr().out
-    assert said.count("--track wandb failed (ConnectionError: no log)") == 1 and len(rows(out)) == 2
+    assert said.count("--report-to wandb failed (ConnectionError: no log)") == 1 and len(rows(out)) == 2
     assert "done: 2 steps" in said
     assert "<svg" in (out / "report.html").read_text()  # of the last samples: there is no --eval-data

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from reward import RewardConfig, RewardContext  # noqa: E402
 from rewards import pool  # noqa: E402
-from rewards.grade import Grader, response_to  # noqa: E402
+from rewards.grade import Grader, make_rollout_stub  # noqa: E402
 
 CODE = r'''
 import asyncio, ctypes, os, re, signal, sys, time
@@ -87,7 +87,7 @@ def row(n: int, source: str = "mine", truth: str = "3") -> SimpleNamespace:
 def responses(texts, rows=None, **context):
     rows = rows or [row(0)]
     context = RewardContext(**context)
-    return [response_to(rows[i % len(rows)], text, context=context) for i, text in enumerate(texts)]
+    return [make_rollout_stub(rows[i % len(rows)], text, context=context) for i, text in enumerate(texts)]
 
 
 @pytest.fixture
@@ -162,8 +162,8 @@ def test_results_depend_on_no_number_of_workers_and_no_order(make):
         expected.append([{"length": n, "reward": n % 7 + worth}, batch, slow, graded][i % 4])
     for count in (0, 1, 3):
         grader = make("mine=plain", "several=batch", "slow=waits", reward_workers=count)
-        assert grader.check(rows) == {"mine": 5, "several": 5, "slow": 5, "geo3k": 5}
-        grader.try_out()
+        assert grader.check_examples(rows) == {"mine": 5, "several": 5, "slow": 5, "geo3k": 5}
+        grader.dry_run()
         assert not grader.counts
         for how in ("in order", "shuffled", "half", "none"):
             rollouts = responses(texts, rows, step=4)
@@ -207,7 +207,7 @@ def test_a_batch_s_counts_are_its_own(make, size):
     with_box, without = responses(["\\boxed{a}"] * 3, rows, step=1), responses(["a"] * 3, rows, step=2)
     for r in without:
         grader.submit(r)
-    with grader.uncounted():
+    with grader.preserve_counts():
         grader.collect(with_box)
         time.sleep(0.5 if size else 0)  # the other batch's calls are answered by now
         assert grader.counts["graded"] == 3 and not grader.counts["no_box"]
@@ -218,7 +218,7 @@ def test_a_batch_s_counts_are_its_own(make, size):
 
 def test_processes_start_late_and_are_light_shared_and_kept(make, capfd):
     grader = make("about", reward_workers=2)
-    grader.check([row(0)])
+    grader.check_examples([row(0)])
     assert not grader.pools
     pids = set()
     for _ in range(3):
@@ -274,7 +274,7 @@ def test_a_call_that_is_late_has_failed_and_the_others_are_asked_again(make, how
     assert grader.counts["reward/timeouts"] == 3 and grader.counts["reward/errors"] == 0
     told = capfd.readouterr().err
     assert f"row 'row-3': the reward took longer than --reward-timeout 1 s; for the response '{how}'" in told
-    assert "3 of 40 rewards failed (3 time-out)" in told and "mine.py" in told  # where it was
+    assert "3 of 40 rewards failed (3 timeout)" in told and "mine.py" in told  # where it was
     assert grader.collect(responses(["fine"] * 3)) == [{"reward": 1.0}] * 3
 
 
@@ -293,11 +293,11 @@ def test_a_call_that_ends_its_process_has_failed(make, how, told, capfd):
 
 @pytest.mark.parametrize("how", ["write", "half"])
 def test_a_reward_that_writes_into_foreign_descriptors_fails_alone(make, how, monkeypatch, capfd):
-    monkeypatch.setattr(pool, "SEND_S", 1)
+    monkeypatch.setattr(pool, "SEND_TIMEOUT_S", 1)
     grader = make("foreign", reward_workers=1, reward_errors="zero", reward_timeout=20.0)
     results = grader.collect(responses([how if i == 4 else "fine" for i in range(9)]))
     assert kinds(grader) == {4: "errors"} and [r["reward"] for r in results] == [1.0] * 4 + [0.0] + [1.0] * 4
-    assert "row 'row-0': the reward ended its process, by breaking its connection" in capfd.readouterr().err
+    assert "row 'row-0': the reward ended its worker process, by breaking its connection" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -320,7 +320,7 @@ def test_async_calls_wait_together(make):
 
 @pytest.mark.parametrize("how, kind", [("sleep", "timeouts"), ("exit", "errors"), ("blocks", "timeouts")])
 def test_the_guilty_one_of_many_async_calls_is_found(make, monkeypatch, how, kind):
-    monkeypatch.setattr(pool, "GRACE_S", 0.5)
+    monkeypatch.setattr(pool, "ASYNC_GRACE_S", 0.5)
     texts = [how if i in (2, 17) else "fine" for i in range(40)]
     grader = make("bad_async", reward_timeout=1.5)
     results = grader.collect(responses(texts))
@@ -333,7 +333,7 @@ def test_a_process_that_cannot_start_fails_its_calls_and_not_the_run(make, tmp_p
     (tmp_path / "mine.py").write_text("raise OSError('no memory')")
     assert grader.collect(responses(["a"] * 5)) == [None] * 5
     told = capfd.readouterr().err
-    assert "no process for rewards could start" in told and "no memory" in told and "ALL of them failed" in told
+    assert "no reward worker could start" in told and "no memory" in told and "ALL of them failed" in told
     (tmp_path / "mine.py").write_text(CODE)
     assert grader.collect(responses(["ab"])) == [{"length": 2.0, "reward": 2.0}]
 
@@ -377,10 +377,10 @@ ENDS = """
 import os, signal, sys, threading, time
 from types import SimpleNamespace as N
 from reward import RewardConfig
-from rewards.grade import Grader, response_to
+from rewards.grade import Grader, make_rollout_stub
 row = N(data_source="mine", ground_truth="3", extra={}, uid="a")
 grader = Grader(RewardConfig(reward=(sys.argv[1],), reward_workers=2))
-[first] = grader.collect([response_to(row, "0")])
+[first] = grader.collect([make_rollout_stub(row, "0")])
 [pool] = grader.pools.values()
 print(*(process.popen.pid for process in pool.processes), flush=True)
 """
@@ -397,7 +397,7 @@ def test_no_process_outlives_its_trainer(tmp_path, ending):
                                       "    if response == 'hang': re.match('(a+)+$', 'a' * 60 + 'b')\n    return 1.0\n")
     code = ENDS
     if "hangs" in ending:
-        code += "grader.submit(response_to(row, 'hang')); time.sleep(0.5)\n"
+        code += "grader.submit(make_rollout_stub(row, 'hang')); time.sleep(0.5)\n"
     code += {"SIGKILL while it hangs": "os.kill(os.getpid(), 9)", "os._exit": "os._exit(0)"}.get(ending, "")
     done = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/mine.py:f"], cwd=ROOT, capture_output=True,
                           text=True, timeout=60)
@@ -411,7 +411,8 @@ def test_no_process_outlives_its_trainer(tmp_path, ending):
 
 def test_a_process_whose_trainer_died_before_it_began_ends_at_once():
     ours, theirs = socket.socketpair()
-    code = "import sys; from rewards.call import work; work(int(sys.argv[1]), 1)"  # another parent than its own
+    # 1: another parent than its own
+    code = "import sys; from rewards.call import reward_worker_main; reward_worker_main(int(sys.argv[1]), 1)"
     command = [sys.executable, "-c", code, str(theirs.fileno())]
     assert subprocess.run(command, cwd=ROOT, pass_fds=[theirs.fileno()], timeout=60).returncode == 0
     ours.close(), theirs.close()

@@ -1,4 +1,5 @@
-"""The gallery of a report: what the templates show of each prompt, its images, its samples and others' answers."""
+"""The gallery of a report: the values that the templates show for each prompt, with its images, its samples and the
+answers of other models."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -9,83 +10,85 @@ from typing import Any
 
 from markupsafe import Markup
 
-from prepare_data import MARK
-from report.page.formulas import parts, shown
+from prepare_data import IMAGE_PLACEHOLDER
+from report.page.formulas import render_segment, split_formulas
 from report.page.thumbnails import Thumbnail, make_thumbnail
-from report.records import SIDE, columns_of, is_right, marks, rewards_of
-from report.writer import Shown
+from report.records import MAX_IMAGE_SIDE, filter_columns, filter_tags, is_right, record_rewards
+from report.writer import ReportPage
 
-PER_PAGE = 200  # prompts
-LEFT_OUT = "an image that is left out: the page has its weight"
-PAGE_IMAGES = 1000  # which the prompts of a page share out
-PAGE_CHARS = 3_000_000  # of the texts of a page, all of which may have the same length
-FORMULA_CHARS = 1_500_000  # of a page's formulas, as HTML
-FULL_SIZE_BYTES = 1_000_000_000  # of a report's images in full size, all of which may have the same size
+PER_PAGE = 200  # prompts per page
+IMAGE_LEFT_OUT = "image left out to limit the size of the page"
+PAGE_IMAGES = 1000  # per page, divided equally among its prompts
+PAGE_CHARS = 3_000_000  # of text per page, divided equally among its texts
+FORMULA_CHARS = 1_500_000  # of rendered formulas per page, as HTML
+FULL_SIZE_BYTES = 1_000_000_000  # of full-size images per report, divided equally among its images
 
 
 class Texts:
-    """How the texts of a page are shown: long ones by their beginning and end, formulas while there is room."""
+    """Renders the texts of a page: shortens long texts, and renders formulas while the page may still grow."""
 
     def __init__(self, n: int):
         self.limit = PAGE_CHARS // n
         self.share = FORMULA_CHARS // n
-        self.room = 0  # for formulas, in characters: each text's share, and what those before it left
-        self.clipped = 0
-        self.left_as_source = 0
+        self.remaining = 0  # characters for formulas: each text adds its share, and unused ones are kept
+        self.n_shortened = 0
+        self.n_source_formulas = 0
 
     def show(self, text: str) -> list[Markup | int]:
-        """Return the pieces of a text; a number stands for so many characters that are left out."""
-        self.room += self.share
+        """Return the pieces of a text; a number is the number of characters left out at its position."""
+        self.remaining += self.share
         if len(text) <= self.limit:
-            return [self.with_formulas(text)]
-        self.clipped += 1
+            return [self.render(text)]
+        self.n_shortened += 1
         half = max(20, self.limit // 2)
-        return [self.with_formulas(text[:half]), len(text) - 2 * half, self.with_formulas(text[-half:])]
+        return [self.render(text[:half]), len(text) - 2 * half, self.render(text[-half:])]
 
-    def with_formulas(self, text: str) -> Markup:
+    def render(self, text: str) -> Markup:
+        """Return a text as HTML, with its formulas rendered as far as the page may still grow."""
         pieces = []
-        for part in parts(text):
-            piece = shown(part)
-            if part.latex is not None:
-                if len(piece) > self.room:
-                    self.left_as_source += 1
-                    piece = shown(part._replace(latex=None))
+        for segment in split_formulas(text):
+            piece = render_segment(segment)
+            if segment.latex is not None:
+                if len(piece) > self.remaining:
+                    self.n_source_formulas += 1
+                    piece = render_segment(segment._replace(latex=None))
                 else:
-                    self.room -= len(piece)
+                    self.remaining -= len(piece)
             pieces.append(piece)
         return Markup("".join(pieces))
 
 
-def numbered(drawn: Iterator[Thumbnail | str], n: int) -> list[tuple[int, Thumbnail | str]]:
-    """Return the next n images with their numbers, also of those that are left out."""
-    return [(number, next(drawn, LEFT_OUT)) for number in range(1, n + 1)]
+def number_images(thumbnails: Iterator[Thumbnail | str], n: int) -> list[tuple[int, Thumbnail | str]]:
+    """Return the next n images with their numbers; images that are left out are numbered too."""
+    return [(number, next(thumbnails, IMAGE_LEFT_OUT)) for number in range(1, n + 1)]
 
 
 class Gallery:
-    """The prompts of a report. `cards` makes what one page shows of them."""
+    """The prompts of a report. `cards` returns the values that one page shows."""
 
-    def __init__(self, shown: Shown, records: Sequence[dict]):
+    def __init__(self, content: ReportPage, records: Sequence[dict]):
         self.records = records
-        self.examples = shown.examples
-        self.summary = shown.summary
-        self.folder = shown.folder
-        self.most_bytes = FULL_SIZE_BYTES // max(1, self.count_images(records))
-        self.others = [(label, {r["uid"]: r for r in of}) for label, of in shown.others.items()]
-        self.groups = {name: values for name, values in columns_of(records).items() if len(set(values)) > 1}
-        self.facts = [self.facts_of(n) for n in range(len(records))]
+        self.examples = content.examples
+        self.summary = content.summary
+        self.folder = content.folder
+        self.max_bytes = FULL_SIZE_BYTES // max(1, self.count_images(records))
+        self.others = [(label, {r["uid"]: r for r in others}) for label, others in content.others.items()]
+        self.groups = {name: values for name, values in filter_columns(records).items() if len(set(values)) > 1}
+        self.facts = [self.prompt_facts(n) for n in range(len(records))]
 
-    def images_of(self, record: dict) -> list[Sequence[bytes]]:
-        """Return the images of a prompt, and those that came in each of its episodes."""
+    def record_images(self, record: dict) -> list[Sequence[bytes]]:
+        """Return the images of a prompt, and those added by the environment in each of its episodes."""
         return [self.examples[record["uid"]].images, *(s.get("images", ()) for s in record["samples"])]
 
     def count_images(self, records: Sequence[dict]) -> int:
-        return sum(len(images) for record in records for images in self.images_of(record))
+        """Return the number of images of all records."""
+        return sum(len(images) for record in records for images in self.record_images(record))
 
-    def facts_of(self, n: int) -> dict[str, Any]:
-        """Return what page.js filters and sorts a prompt by."""
-        record, rewards = self.records[n], rewards_of(self.records[n])
+    def prompt_facts(self, n: int) -> dict[str, Any]:
+        """Return the values by which page.js filters and sorts a prompt."""
+        record, rewards = self.records[n], record_rewards(self.records[n])
         facts = {
-            "is": " ".join(sorted(marks(record, self.summary))),
+            "is": " ".join(sorted(filter_tags(record, self.summary))),
             "tokens": max((s["tokens"] for s in record["samples"]), default=0),
         }
         if rewards:
@@ -94,70 +97,78 @@ class Gallery:
         return {name: value for name, value in facts.items() if value != ""}
 
     def cards(self, start: int) -> tuple[list[dict], list[str]]:
-        """Return the cards of the page whose first prompt is at `start`, and sentences on what they leave out."""
+        """Return the cards of the page whose first prompt is at `start`, and notes on what the page leaves out."""
         records = self.records[start : start + PER_PAGE]
         n_texts = sum(1 + sum(s.get("turns", 1) for s in record["samples"]) for record in records)
         self.texts = Texts(n_texts * (1 + len(self.others)))
-        room = PAGE_IMAGES // len(records)
+        max_images = PAGE_IMAGES // len(records)
 
         def draw(record: dict) -> list[Thumbnail | str]:
-            files = islice(chain.from_iterable(self.images_of(record)), room)
-            return [make_thumbnail(file, self.folder, self.most_bytes) for file in files]
+            files = islice(chain.from_iterable(self.record_images(record)), max_images)
+            return [make_thumbnail(file, self.folder, self.max_bytes) for file in files]
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             drawn = list(pool.map(draw, records))
         cards = [self.card(start + i, iter(images)) for i, images in enumerate(drawn)]
-        made = [image for image in chain.from_iterable(drawn) if isinstance(image, Thumbnail)]
+        thumbnails = [image for image in chain.from_iterable(drawn) if isinstance(image, Thumbnail)]
         left_out = {
-            f"images are left out: a page shows {PAGE_IMAGES}.": self.count_images(records) - sum(map(len, drawn)),
-            f"images of more than {self.most_bytes:,} bytes have only their thumbnails here.":
-                sum(max(image.full_size) > SIDE and not image.file for image in made) if self.folder else 0,
-            "long texts are shown by their beginning and end; predictions.jsonl, or the .jsonl file of the step, has "
-            "them whole.": self.texts.clipped,
-            "formulas stay as they were written: the page has its weight.": self.texts.left_as_source,
+            f"images are left out: a page shows at most {PAGE_IMAGES}.":
+                self.count_images(records) - sum(map(len, drawn)),
+            f"images of more than {self.max_bytes:,} bytes are shown only as thumbnails.":
+                sum(max(image.full_size) > MAX_IMAGE_SIDE and not image.file for image in thumbnails)
+                if self.folder else 0,
+            "long texts are shortened; predictions.jsonl, or the .jsonl file of the step, has the full texts.":
+                self.texts.n_shortened,
+            "formulas are shown as source to limit the size of the page.": self.texts.n_source_formulas,
         }  # fmt: skip
-        return cards, [f"{n:,} {what}" for what, n in left_out.items() if n]
+        return cards, [f"{n:,} {note}" for note, n in left_out.items() if n]
 
-    def card(self, n: int, drawn: Iterator[Thumbnail | str]) -> dict[str, Any]:
+    def card(self, n: int, thumbnails: Iterator[Thumbnail | str]) -> dict[str, Any]:
+        """Return the values that the template shows for the n-th prompt; `thumbnails` are those of all its images."""
         record = self.records[n]
         example, uid = self.examples[record["uid"]], record["uid"]
-        about = [f"{name} {values[n]}" for name, values in self.groups.items() if values[n]]
-        about += [name for name in ("gained", "lost") if name in self.facts[n].get("is", "").split()]
-        images = numbered(drawn, len(example.images))
-        asked = [self.message(m["role"], m["content"], images) for m in example.messages]
-        truth = self.texts.with_formulas(str(record["ground_truth"]))
-        said = [self.sample(sample, drawn) for sample in record["samples"]]
-        others = [self.other(label, of[uid]["samples"]) for label, of in self.others if uid in of]
-        place = {"n": n, "place": record.get("index", n), "uid": uid, "facts": self.facts[n]}
-        return place | {"about": about, "asked": asked, "rest": images, "truth": truth, "said": said, "others": others}
+        labels = [f"{name} {values[n]}" for name, values in self.groups.items() if values[n]]
+        labels += [name for name in ("gained", "lost") if name in self.facts[n].get("is", "").split()]
+        images = number_images(thumbnails, len(example.images))
+        messages = [self.message(m["role"], m["content"], images) for m in example.messages]
+        truth = self.texts.render(str(record["ground_truth"]))
+        samples = [self.sample(sample, thumbnails) for sample in record["samples"]]
+        others = [self._comparison(label, by_uid[uid]["samples"]) for label, by_uid in self.others if uid in by_uid]
+        head = {"n": n, "index": record.get("index", n), "uid": uid, "facts": self.facts[n]}
+        return head | {
+            "labels": labels, "messages": messages, "unplaced_images": images, "truth": truth, "samples": samples,
+            "comparisons": others}  # fmt: skip
 
     def message(self, role: str, content: str, images: list[tuple]) -> dict[str, Any]:
-        """Return a role with its blocks: texts, and rows of images, which are taken from `images` at each mark."""
-        pieces = content.split(MARK)
+        """Return a role with its blocks: texts, and rows of images. Each placeholder removes an image from `images`."""
+        pieces = content.split(IMAGE_PLACEHOLDER)
         blocks = [self.texts.show(pieces[0])] if pieces[0].strip() or len(pieces) == 1 else []
-        row: list[tuple] = []  # images with no text between them
+        row: list[tuple] = []  # images without text between them
         for piece in pieces[1:]:
             if images:
                 row.append(images.pop(0))
-            else:  # a mark that somebody wrote
-                piece = MARK + piece
+            else:  # a placeholder without an image is text
+                piece = IMAGE_PLACEHOLDER + piece
             if piece.strip():
                 blocks += [row, self.texts.show(piece.removeprefix("\n"))]
                 row = []
         return {"role": role, "blocks": [block for block in [*blocks, row] if block]}
 
-    def sample(self, sample: dict, drawn: Iterator[Thumbnail | str]) -> dict[str, Any]:
-        """Return a response as one message without a role, or an episode turn by turn. A mark that the policy writes is
-        text."""
-        images = numbered(drawn, len(sample.get("images", ())))
-        said = []
-        for message in sample.get("messages", [{"role": "", "content": sample["text"]}]):
-            theirs = images if message["role"] not in ("", "assistant") else []
-            said.append(self.message(message["role"], message["content"], theirs))
-        return {"sample": sample, "right": is_right(sample, self.summary), "said": said, "rest": images}
+    def sample(self, fields: dict, thumbnails: Iterator[Thumbnail | str]) -> dict[str, Any]:
+        """Return a response as one message without a role, or an episode turn by turn. An image placeholder that the
+        policy wrote is text."""
+        images = number_images(thumbnails, len(fields.get("images", ())))
+        messages = []
+        for message in fields.get("messages", [{"role": "", "content": fields["text"]}]):
+            message_images = images if message["role"] not in ("", "assistant") else []
+            messages.append(self.message(message["role"], message["content"], message_images))
+        return {
+            "fields": fields, "right": is_right(fields, self.summary), "messages": messages,
+            "unplaced_images": images}  # fmt: skip
 
-    def other(self, label: str, samples: Sequence[dict]) -> dict[str, Any]:
-        """Return what was said elsewhere to the same prompt; of episodes without images."""
+    def _comparison(self, label: str, samples: Sequence[dict]) -> dict[str, Any]:
+        """Return the samples of another model, or of an ablation, for the same prompt; images of episodes are left
+        out."""
         samples = [self.sample(sample | {"images": ()}, iter(())) for sample in samples]
-        known = [s["right"] for s in samples if s["right"] is not None]
-        return {"label": label, "known": known, "samples": samples}
+        verdicts = [s["right"] for s in samples if s["right"] is not None]
+        return {"label": label, "verdicts": verdicts, "samples": samples}

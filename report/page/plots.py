@@ -1,5 +1,5 @@
-"""Curves of runs, with matplotlib, which only these need: panels for a page, curves.png, and several runs over each
-other. Figures are matplotlib's objects alone: no backend is chosen, nothing global is changed."""
+"""Curves of runs: panels for a page, curves.png, and plots of several runs. Only this file needs matplotlib. It creates
+Figure objects directly, without choosing a backend or changing global state."""
 
 import importlib.util
 import io
@@ -12,30 +12,30 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from errors import need, refusing, writing
-from report.files import read_rows
-from settings import flag_of
+from errors import as_user_error, need, report_write_errors
+from report.run_files import read_rows
+from settings import flag_name
 
-POINTS = 300  # of a curve; where there are more steps each point is the mean of some that follow each other
-SMOOTH = 25  # a running mean is over so many parts of a run; with fewer points they are drawn as they are
-IGNORED_SETTINGS = {"seed", "out", "resume", "keep", "save_every", "keep_best", "track", "timeout_minutes",
+MAX_CURVE_POINTS = 300  # per curve; with more steps each point is the mean of several consecutive steps
+SMOOTH = 25  # a running mean covers 1/25 of a run; curves with at most 25 points are not smoothed
+IGNORED_SETTINGS = {"seed", "out", "resume", "keep", "save_every", "keep_best", "report_to", "timeout_minutes",
                     "grace_seconds"}  # fmt: skip
-NO_PARTS = {"reward/errors", "reward/timeouts", "reward/km"}  # no named rewards, or of another scale
+NO_PARTS = {"reward/errors", "reward/timeouts", "reward/km"}  # not named rewards, or on another scale
 
-METADATA = "Creator Date Format Type".split()  # of an SVG file, which pages do not need
+METADATA = "Creator Date Format Type".split()  # of an SVG file; pages do not need it
 
-Rows = Sequence[Mapping[str, Any]]
+MetricRows = Sequence[Mapping[str, Any]]
 
 
 class Panel(NamedTuple):
-    """What belongs together; `note` says what is healthy, and what to think otherwise."""
+    """A plot of related metrics. `note` describes healthy values and the causes of others."""
 
     title: str
     unit: str
-    metrics: Mapping[str, str]  # with their labels
+    metrics: Mapping[str, str]  # metric -> label
     note: str
-    parts: str = ""  # the prefix of more metrics that are drawn, whatever their names are
-    log: bool = False  # on a logarithmic axis, if the values differ much
+    parts: str = ""  # prefix of further metrics to draw
+    log: bool = False  # use a logarithmic axis if the values differ by more than a factor of 30
 
 
 class Line(NamedTuple):
@@ -49,50 +49,52 @@ class Line(NamedTuple):
 
 
 class Curve(NamedTuple):
+    """A panel as an image for a page."""
+
     title: str
-    image: str  # an <svg> tag of ours
+    image: str  # an <svg> tag that this file made
     note: str
 
 
-PANELS = (  # of a run, in order; one is shown if any of its metrics was measured
-    Panel("Reward", "", {"reward/mean": "mean", "reward/constant_groups": "groups of equal rewards (share)"},
-          "Rises; the parts say what it is that rises. Flat with a share of equal rewards near 1: too hard, too "
-          "easy, or the reward never matches.", parts="reward/"),
+PANELS = (  # in order; a panel is shown if any of its metrics was measured
+    Panel("Reward", "", {"reward/mean": "mean", "reward/zero_std_frac": "groups with equal rewards (fraction)"},
+          "Should rise; the named rewards show which part rises. If it is flat and the fraction of groups with equal "
+          "rewards is near 1, the task is too hard or too easy, or the reward never matches.", parts="reward/"),
     Panel("Evaluation", "", {"eval/accuracy": "accuracy", "eval/reward": "reward"},
-          "Rises. The band is the 95% interval: what moves within it may be chance. Falling while the reward rises: "
-          "the reward is gamed, or training data is learnt by heart."),
-    Panel("Entropy", "nats a token", {"policy/entropy": "entropy"},
-          "Falls slowly. Near 0 while the task is not solved: nothing is left to explore; raise --clip-high or "
-          "--entropy-coef, lower --lr. Rising without end: steps are too large."),
-    Panel("KL", "nats", {"rollout/kl": "engine", "policy/kl_ref": "reference", "policy/kl_old": "before the update"},
-          "To the engine: steady; below 1e-6 in fp32, some 1e-3 in bf16, more with --async-steps; growing: sync or "
-          "engine are at fault, see tis_cap. To the reference: grows slowly; fast: --kl-coef. To before the "
-          "update: below 0.1.", log=True),
+          "Should rise. The band is the 95% interval; changes within it may be chance. If it falls while the reward "
+          "rises, the policy exploits the reward or memorizes the training data."),
+    Panel("Entropy", "nats per token", {"policy/entropy": "entropy"},
+          "Should fall slowly. If it is near 0 before the task is solved, the policy no longer explores: raise "
+          "--clip-high or --entropy-coef, or lower --lr. If it keeps rising, the steps are too large."),
+    Panel("KL", "nats", {"mismatch/kl": "engine", "policy/kl_ref": "reference", "policy/approx_kl": "old policy"},
+          "To the engine: should be steady, below 1e-6 in fp32, about 1e-3 in bf16, more with --async-steps. If it "
+          "grows, weight sync or engine is at fault; see tis_cap. To the reference: should grow slowly; if it grows "
+          "fast, use --kl-coef. To the old policy, before the update: should be below 0.1.", log=True),
     Panel("Response length", "tokens", {"response/tokens": "tokens"},
-          "Grows or shrinks with what pays; a collapse is often a reward that is gamed."),
-    Panel("Truncated", "share of responses", {"response/truncated": "truncated"},
-          "Stays small; rising: raise --max-new-tokens, or --truncated penalise."),
+          "Grows or shrinks depending on what the reward favours; a collapse is often reward hacking."),
+    Panel("Truncated", "fraction of responses", {"response/truncated": "truncated"},
+          "Should stay small. If it rises, raise --max-new-tokens or use --truncated penalise."),
     Panel("Gradient norm", "", {"policy/grad_norm": "gradient norm"},
-          "Before clipping. Steady, with single peaks; always far above --max-grad-norm: the learning rate is what "
-          "clipping leaves of it. Growing: lower --lr.", log=True),
+          "Before clipping. Should be steady, with single peaks. If it is always far above --max-grad-norm, clipping "
+          "determines the effective learning rate. If it grows, lower --lr.", log=True),
     Panel("Staleness", "syncs", {"async/staleness": "mean", "async/staleness_max": "oldest"},
-          "Of the tokens trained on, at most --async-steps."),
-    Panel("Idle", "share of time", {"async/trainer_idle": "trainer", "async/servers_idle": "servers"},
-          "The trainer without work: more servers; the servers: fewer, or more processes that train."),
+          "Weight syncs between sampling and training of a token; at most --async-steps."),
+    Panel("Idle", "fraction of time", {"async/trainer_idle": "trainer", "async/servers_idle": "servers"},
+          "If the trainer is idle, add servers. If the servers are idle, use fewer, or more training processes."),
     Panel("Time", "seconds", {"time/step": "step"},
-          "The rollout takes most, with --async-steps what the trainer waits for it. Reward, pack and sync are "
-          "small; else see docs/troubleshooting.md, slow steps.", parts="time/"),
+          "The rollout should take most of a step (with --async-steps: the time that the trainer waits for it). "
+          "Reward, pack and sync should be small; if not, see docs/troubleshooting.md, slow steps.", parts="time/"),
 )  # fmt: skip
 
 
 def series(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """Return the steps that have a metric, and its values there."""
-    found = [row for row in rows if row.get(name) is not None]
-    return [row["step"] for row in found], [row[name] for row in found]
+    measured = [row for row in rows if row.get(name) is not None]
+    return [row["step"] for row in measured], [row[name] for row in measured]
 
 
-def measured_lines(panel: Panel, rows: Rows) -> list[Line]:
-    """Return a panel's lines of a run, with the bands of metrics that have NAME_low and NAME_high."""
+def measured_lines(panel: Panel, rows: MetricRows) -> list[Line]:
+    """Return the lines of a panel for one run, with a band if the metrics NAME_low and NAME_high exist."""
     labels = dict(panel.metrics)
     if panel.parts:
         parts = re.compile(rf"{panel.parts}[^/=]+")
@@ -102,39 +104,39 @@ def measured_lines(panel: Panel, rows: Rows) -> list[Line]:
     for name, label in labels.items():
         steps, values = series(rows, name)
         ends = [series(rows, f"{name}_{end}") for end in ("low", "high")]
-        whole = all(where == steps for where, _ in ends)  # a part of a reward may have such a name too
-        lines.append(Line(label, steps, values, *(bound for _, bound in ends if whole)))
+        is_band = all(end_steps == steps for end_steps, _ in ends)  # a named reward may have such a name too
+        lines.append(Line(label, steps, values, *(bound for _, bound in ends if is_band)))
     return [line for line in lines if line.steps]
 
 
-def measured_panels(rows: Rows) -> list[tuple[Panel, list[Line]]]:
-    """Return the panels for which something was measured; none if matplotlib is not installed."""
+def measured_panels(rows: MetricRows) -> list[tuple[Panel, list[Line]]]:
+    """Return the panels with at least one measured metric and their lines; nothing if matplotlib is not installed."""
     if not importlib.util.find_spec("matplotlib"):
         return []
-    found = [(panel, measured_lines(panel, rows)) for panel in PANELS]
-    return [(panel, lines) for panel, lines in found if lines]
+    panels = [(panel, measured_lines(panel, rows)) for panel in PANELS]
+    return [(panel, lines) for panel, lines in panels if lines]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Drawing
 
 
-def thin_curve(columns: Sequence[Sequence[float]], points: int = POINTS) -> list[list[float]]:
-    """Return columns of equal length (steps, and values at each) with at most `points` rows: means of neighbours."""
+def thin_curve(columns: Sequence[Sequence[float]], points: int = MAX_CURVE_POINTS) -> list[list[float]]:
+    """Return columns of equal length (steps and their values) as means of neighbours, with at most `points` rows."""
     size = max(1, -(-len(columns[0]) // points))
     return [[fmean(x[i : i + size]) for i in range(0, len(x), size)] for x in columns]
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Return the mean of each value and those around it, as many on both sides."""
+    """Return a running mean: of each value and an equal number of neighbours on both sides."""
     half = len(values) // SMOOTH // 2
     reach = (min(half, i, len(values) - 1 - i) for i in range(len(values)))
     return [fmean(values[i - k : i + k + 1]) for i, k in enumerate(reach)]
 
 
 def draw_lines(axes: Any, lines: Sequence[Line], log: bool = False, raw: bool = True) -> None:
-    """Draw running means, with `raw` over the measured values, which are paler. Few points are drawn as they are, with
-    marks. The first line is on top."""
+    """Draw running means, and with `raw` also the measured values, in a paler colour. Curves of few points are drawn
+    without smoothing and with markers. The first line is on top."""
     positive = [x for line in lines for x in line.values if x > 0]
     if log and positive and max(positive) > 30 * min(positive):
         axes.set_yscale("log", nonpositive="mask")
@@ -143,19 +145,21 @@ def draw_lines(axes: Any, lines: Sequence[Line], log: bool = False, raw: bool = 
             continue
         colour = f"C{i % 10}"
         steps, values, *band = thin_curve([x for x in line[1:] if x])
-        few = len(steps) <= SMOOTH
-        if raw and not few:
+        is_short = len(steps) <= SMOOTH
+        if raw and not is_short:
             axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.25)
-        label = re.sub("^_", " _", line.label).replace("$", r"\$")  # literally: no formula, and not left out
-        axes.plot(steps, smooth(values), color=colour, label=label, marker="o" if few else None, markersize=2.5)
+        # matplotlib hides labels that begin with _, and reads $ as math
+        label = re.sub("^_", " _", line.label).replace("$", r"\$")
+        axes.plot(steps, smooth(values), color=colour, label=label, marker="o" if is_short else None, markersize=2.5)
         if band:
             axes.fill_between(steps, *map(smooth, band), color=colour, alpha=0.18, linewidth=0)
     if axes.get_yscale() == "linear":
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
 
 
-def add_axes(figure: Any, *place: int, title: str = "", unit: str = "") -> Any:
-    axes = figure.add_subplot(*place)
+def add_axes(figure: Any, *position: int, title: str = "", unit: str = "") -> Any:
+    """Add axes at a position (rows, columns, index) of the figure and return them."""
+    axes = figure.add_subplot(*position)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(which="both", labelsize=7.5)
@@ -168,12 +172,13 @@ def add_axes(figure: Any, *place: int, title: str = "", unit: str = "") -> Any:
 
 
 def add_legend(axes: Any) -> None:
+    """Add a legend to the axes."""
     axes.legend(frameon=False, fontsize=7, handlelength=1.4, labelspacing=0.25, reverse=True)
 
 
 def new_figure(width: float, height: float, bottom: float = 0.45) -> Any:
-    """Return a figure, in inches, with fixed margins: those that matplotlib finds take as long as the drawing. pyplot
-    would keep the figure, and choose a backend for the whole process."""
+    """Return a figure (sizes in inches) with fixed margins: computing them takes matplotlib as long as drawing. pyplot
+    is not used, because it would keep the figure and choose a backend for the whole process."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height))
@@ -182,9 +187,9 @@ def new_figure(width: float, height: float, bottom: float = 0.45) -> Any:
     return figure
 
 
-def run_curves(rows: Rows) -> list[Curve]:
-    """Return the panels of metrics.jsonl's rows for a page, each an <svg> whose letters are paths, so that it needs no
-    font."""
+def run_curves(rows: MetricRows) -> list[Curve]:
+    """Return the panels of a run's rows as images for a page: each is an <svg> with text as paths, so that it needs no
+    fonts."""
     curves = []
     for panel, lines in measured_panels(rows):
         figure = new_figure(4.9, 2.7)
@@ -198,23 +203,23 @@ def run_curves(rows: Rows) -> list[Curve]:
     return curves
 
 
-def draw_grid(found: Sequence[tuple[Panel, Sequence[Line]]], file: Path, names: int = 0) -> None:
-    """Draw panels, three in a row. If all have the same lines, `names` is their number, and they share a legend. The
-    file is written whole or not at all."""
-    n_rows = -(-len(found) // 3)
-    bottom = 0.45 + 0.2 * names
+def draw_grid(panels: Sequence[tuple[Panel, Sequence[Line]]], file: Path, n_lines: int = 0) -> None:
+    """Draw panels, three per row, and write the file atomically. If all panels have the same lines, `n_lines` is their
+    number, and they share a legend."""
+    n_rows = -(-len(panels) // 3)
+    bottom = 0.45 + 0.2 * n_lines
     figure = new_figure(15.0, 3.2 * n_rows + bottom, bottom)
-    for place, (panel, lines) in enumerate(found, 1):
-        axes = add_axes(figure, n_rows, 3, place, title=panel.title, unit=panel.unit)
-        draw_lines(axes, lines, panel.log, raw=not names)
-        if len(lines) > 1 and not names:
+    for position, (panel, lines) in enumerate(panels, 1):
+        axes = add_axes(figure, n_rows, 3, position, title=panel.title, unit=panel.unit)
+        draw_lines(axes, lines, panel.log, raw=not n_lines)
+        if len(lines) > 1 and not n_lines:
             add_legend(axes)
-    if names:
+    if n_lines:
         drawn = chain.from_iterable(axes.get_lines() for axes in figure.axes)
         shared = {line.get_label(): line for line in drawn if not line.get_label().startswith("_")}
         figure.legend(handles=shared.values(), loc="lower left", fontsize=8, frameon=False, reverse=True)
     temporary = file.with_name(f".{file.name}.tmp")
-    with writing(file, "--out"):
+    with report_write_errors(file, "--out"):
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(temporary, format="png", dpi=100)
         temporary.replace(file)
@@ -224,63 +229,66 @@ def draw_grid(found: Sequence[tuple[Panel, Sequence[Line]]], file: Path, names: 
 # Several runs, and the demo
 
 
-def watch(runs: Sequence[Path], out: Path) -> None:
-    """Draw several runs over each other, in out/curves.png: those whose settings differ in the seed alone are one
-    curve, the mean at the steps that all of them have, in a band from the lowest to the highest of them."""
+def plot_runs(runs: Sequence[Path], out: Path) -> None:
+    """Draw the curves of several runs in out/curves.png. Runs whose settings differ only in the seed become one curve:
+    their mean at the steps that all of them have, in a band from the lowest to the highest."""
     need(not (out / "run.json").exists(),
-         f"--out {out} is a run, whose curves.png this would replace; choose another folder")
-    rows_of, settings_of = {}, {}
+         f"--out {out} is a run, and its curves.png would be replaced; choose another folder")
+    rows_by_run, settings_by_run = {}, {}
     for run in dict.fromkeys(Path(run).resolve() for run in runs):
         file = run / "run.json"
-        need(file.is_file(), f"--watch {run}: no run is there (no {file}); give directories that train.py wrote")
-        rows_of[run] = read_rows(run / "metrics.jsonl")
-        need(any(row["step"] > 0 for row in rows_of[run]), f"--watch {run}: the run has not finished a step yet")
-        with refusing((ValueError, LookupError, TypeError, AttributeError), f"{file}: damaged; leave this run out"):
+        need(file.is_file(), f"--plot-runs {run} has no {file.name}; give run directories (the --out of train.py)")
+        rows_by_run[run] = read_rows(run / "metrics.jsonl")
+        need(any(row["step"] > 0 for row in rows_by_run[run]),
+             f"--plot-runs {run}: the run has not finished a step yet; leave it out")
+        with as_user_error(
+            (ValueError, LookupError, TypeError, AttributeError), f"{file}: damaged; leave this run out"
+        ):
             args = json.loads(file.read_text())["args"]
-            settings_of[run] = {name: str(value) for name, value in args.items() if name not in IGNORED_SETTINGS}
-    groups = group_by_settings(settings_of)
-    found = []
+            settings_by_run[run] = {name: str(value) for name, value in args.items() if name not in IGNORED_SETTINGS}
+    groups = group_by_settings(settings_by_run)
+    panels = []
     for panel in PANELS:
         for metric, label in panel.metrics.items():
-            lines = [mean_line(name, metric, [rows_of[run] for run in members]) for name, members in groups]
+            lines = [mean_line(name, metric, [rows_by_run[run] for run in members]) for name, members in groups]
             title = panel.title if len(panel.metrics) == 1 else f"{panel.title}: {label}"
             if any(line.steps for line in lines):
-                found.append((panel._replace(title=title), lines))
-    need(found, f"--watch {' '.join(map(str, runs))}: no metric that is drawn was ever a number; leave it out")
-    draw_grid(found, out / "curves.png", len(groups))
+                panels.append((panel._replace(title=title), lines))
+    need(panels, f"--plot-runs {' '.join(map(str, runs))}: none of the plotted metrics has a value; choose other runs")
+    draw_grid(panels, out / "curves.png", len(groups))
     for name, members in groups:
         print(f"{name}: {', '.join(map(str, members))}")
-    print(f"wrote {out / 'curves.png'} (of several seeds the mean, in a band from the lowest to the highest)")
+    print(f"wrote {out / 'curves.png'} (several seeds: their mean, in a band from the lowest to the highest)")
 
 
-def group_by_settings(settings_of: Mapping[Path, Mapping[str, str]]) -> list[tuple[str, list[Path]]]:
-    """Return the runs of the same settings together, under the settings in which groups differ."""
+def group_by_settings(settings_by_run: Mapping[Path, Mapping[str, str]]) -> list[tuple[str, list[Path]]]:
+    """Return the runs with equal settings together, each time with a label of the settings that differ elsewhere."""
     groups: dict[tuple, list[Path]] = defaultdict(list)
-    for run, settings in settings_of.items():
+    for run, settings in settings_by_run.items():
         groups[tuple(sorted(settings.items()))].append(run)
-    kinds = [dict(key) for key in groups]
-    names = sorted(set(chain.from_iterable(kinds)))
-    differing = [name for name in names if len({kind.get(name) for kind in kinds}) > 1]
-    found = []
-    for kind, members in zip(kinds, groups.values(), strict=True):
-        # of a long path the end tells it from others
-        label = " ".join(f"{flag_of(name)} {kind.get(name, '-')[-40:]}" for name in differing) or members[0].name
-        found.append((f"{label} ({len(members)} runs)" if len(members) > 1 else label, members))
-    return found
+    distinct = [dict(key) for key in groups]
+    names = sorted(set(chain.from_iterable(distinct)))
+    differing = [name for name in names if len({settings.get(name) for settings in distinct}) > 1]
+    labelled = []
+    for settings, members in zip(distinct, groups.values(), strict=True):
+        # long paths usually differ at their end
+        label = " ".join(f"{flag_name(name)} {settings.get(name, '-')[-40:]}" for name in differing) or members[0].name
+        labelled.append((f"{label} ({len(members)} runs)" if len(members) > 1 else label, members))
+    return labelled
 
 
-def mean_line(label: str, metric: str, runs: Sequence[Rows]) -> Line:
-    """Return the mean of a metric over runs, at the steps that all of them have, in the band of its extremes."""
-    at = [dict(zip(*series(rows, metric), strict=True)) for rows in runs]
-    shared = sorted(set.intersection(*map(set, at)))
-    values = [[of_run[step] for of_run in at] for step in shared]
-    band = [[end(of_step) for of_step in values] for end in (min, max)] if len(runs) > 1 else []
-    return Line(label, shared, [fmean(of_step) for of_step in values], *band)
+def mean_line(label: str, metric: str, runs: Sequence[MetricRows]) -> Line:
+    """Return the mean of a metric over runs, at the steps that all of them have, with a band from lowest to highest."""
+    values_by_step = [dict(zip(*series(rows, metric), strict=True)) for rows in runs]
+    shared = sorted(set.intersection(*map(set, values_by_step)))
+    values = [[run[step] for run in values_by_step] for step in shared]
+    band = [[end(step_values) for step_values in values] for end in (min, max)] if len(runs) > 1 else []
+    return Line(label, shared, [fmean(step_values) for step_values in values], *band)
 
 
 def draw_curve(run: Path, blank: float, out: Path, task: str, metric: str) -> None:
     """Draw the metric (accuracy or reward) on unseen images and the training reward over the steps of a run. `blank` is
-    the metric on blank images."""
+    the metric on blank images, drawn as a horizontal line."""
     rows = read_rows(run / "metrics.jsonl")
     figure = new_figure(7.2, 3.8)
     axes = add_axes(figure, title=task.replace("$", r"\$"))

@@ -1,4 +1,4 @@
-"""The images of a report, made small. The files themselves are kept in a folder next to the pages."""
+"""Thumbnails of a report's images. Full-size images are stored in a folder next to the pages."""
 
 import base64
 import hashlib
@@ -8,46 +8,48 @@ from typing import NamedTuple
 
 from PIL import Image, ImageOps
 
-from errors import writing
+from errors import report_write_errors
 from prepare_data import FORMATS, IMAGE_ERRORS, decode_image
-from report.records import SIDE, encode_image
+from report.records import MAX_IMAGE_SIDE, encode_image
 
-SHOWN_IN = ("PNG", "JPEG", "GIF", "WEBP")  # by every browser
+BROWSER_FORMATS = ("PNG", "JPEG", "GIF", "WEBP")  # every browser shows these
 
 
 class Thumbnail(NamedTuple):
-    uri: str  # with the image in it
-    size: tuple[int, int]  # as it is drawn, pixels
+    """A small image as it is shown on a page."""
+
+    uri: str  # contains the image itself
+    size: tuple[int, int]  # of the thumbnail, in pixels
     full_size: tuple[int, int]
-    file: str = ""  # the image itself, if it is larger
+    file: str = ""  # path of the full-size image, if it is larger and was stored
 
 
-def make_thumbnail(data: bytes, folder: Path | None, most_bytes: int) -> Thumbnail | str:
-    """Return the thumbnail of an image file: the file itself if it is small, else a WEBP; or why there is none. Keep a
-    larger image in the folder, unless it has more than so many bytes."""
+def make_thumbnail(data: bytes, folder: Path | None, max_bytes: int) -> Thumbnail | str:
+    """Return the thumbnail of an image file: the file itself if it is small, else a WEBP; or a text if the file cannot
+    be read. Store a larger image in the folder, unless it has more than `max_bytes` bytes."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
             kind = "JPEG" if opened.format == "MPO" else opened.format
             size = opened.size
-            opened.draft("RGB", (SIDE, SIDE))  # a large JPEG is decoded at a fraction of its size
+            opened.draft("RGB", (MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))  # a large JPEG is decoded at a fraction of its size
             image = ImageOps.exif_transpose(opened).convert("RGB") if kind == "JPEG" else decode_image(data)
-            full_size = size[::-1] if opened.getexif().get(0x0112, 1) >= 5 else size  # turned
+            full_size = size[::-1] if opened.getexif().get(0x0112, 1) >= 5 else size  # rotated by 90 degrees
     except IMAGE_ERRORS:
-        return "an image that cannot be read"
-    image.thumbnail((SIDE, SIDE))
+        return "image cannot be read"
+    image.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
     file = ""
-    if folder and max(size) > SIDE and len(data) <= most_bytes:
+    if folder and max(size) > MAX_IMAGE_SIDE and len(data) <= max_bytes:
         file = keep_file(data, folder, kind.lower())
-    if max(size) > SIDE or kind not in SHOWN_IN or len(data) > 20_000:
+    if max(size) > MAX_IMAGE_SIDE or kind not in BROWSER_FORMATS or len(data) > 20_000:
         data, kind = encode_image(image), "webp"
     uri = f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
     return Thumbnail(uri, image.size, full_size, file)
 
 
 def keep_file(data: bytes, folder: Path, kind: str) -> str:
-    """Write an image file to the folder, unless it is there. Return its path as pages name it."""
+    """Write an image file to the folder unless it exists there. Return its path relative to the pages."""
     path = folder / f"{hashlib.sha256(data).hexdigest()[:20]}.{kind}"
-    with writing(path, "the images next to a page"):
+    with report_write_errors(path, "the images next to a page"):
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.stat().st_size != len(data):
             path.write_bytes(data)

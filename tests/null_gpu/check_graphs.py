@@ -23,7 +23,7 @@ def attend(n_tokens: int, grads: tuple[bool, bool, bool], heads: int = 16, key_h
         stop = min(n_tokens, start + max(1, n_tokens // 4))
         runs.append((start, stop, prompt - 1))
         end_T[start:stop] = stop
-    plan = PackedAttention("flex", SimpleNamespace(runs=[(0, prompt, -1), *runs], end_T=end_T))
+    plan = PackedAttention("flex", SimpleNamespace(segments=[(0, prompt, -1), *runs], subtree_end_T=end_T))
     shapes = [(1, n, n_tokens, 128) for n in (heads, key_heads, key_heads)]
     inputs = [
         torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=g) for s, g in zip(shapes, grads, strict=True)

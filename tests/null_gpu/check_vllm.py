@@ -15,7 +15,7 @@ from test_rollout import example, trainer_logprobs
 import model as M
 from engines.launch import size_limits
 from engines.vllm import VLLMEngine
-from rollout import Examples, Rollout, Sampling, make_prompts
+from rollout import ExampleList, Rollout, SamplingParams, make_prompts
 from tasks.shapes import shapes_rows
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -61,7 +61,7 @@ def main(path: str) -> None:
     examples = [example("one", "<image>?", images[:1]), example("none", "Tell me something long and odd.", [])]
     examples.append(example("two", "Compare <image> with <image>.", images[1:3]))
     prompts = make_prompts(examples, processor)
-    limits = size_limits([Examples(examples, [256])], processor, 128)
+    limits = size_limits([ExampleList(examples, [256])], processor, 128)
     settings = {"enforce_eager": True, "max_num_batched_tokens": 128, "max_num_seqs": 8}
     engine = VLLMEngine(path, processor, torch.device("cuda"), torch.bfloat16, **limits, **settings)
     runner = engine.executor.driver_worker.model_runner
@@ -73,7 +73,7 @@ def main(path: str) -> None:
 
     def sample(hf: torch.nn.Module) -> list[Rollout]:
         """Sample twice from each prompt; record the largest difference from the trainer's log-probabilities."""
-        rollouts = engine.generate(prompts, 2, Sampling(8, seed=1))
+        rollouts = engine.generate(prompts, 2, SamplingParams(8, seed=1))
         policy = M.Policy(M.load_hf(path).eval(), processor)
         policy.hf.load_state_dict(hf.float().state_dict())
         gaps = [(trainer_logprobs(policy, r) - torch.tensor(r.logprobs)).abs().max().item() for r in rollouts]
@@ -85,7 +85,9 @@ def main(path: str) -> None:
     found["sync"] = engine.load_weights(named(first))
     found["differing"] = [len(differing(runner.model, first)), len(differing(runner.model, second))]
     found["rollouts"] = sample(first)
-    found["banned"] = sum(len(set(r[1]) & set(processor.banned(runner.vocab_size).tolist())) for r in found["rollouts"])
+    found["banned"] = sum(
+        len(set(r[1]) & set(processor.banned_token_ids(runner.vocab_size).tolist())) for r in found["rollouts"]
+    )
     found["bans"] = len(calls)
 
     awake = used()

@@ -377,7 +377,7 @@ def replace_kernels(kernels: Any) -> None:
                     assert dz_NC.shape[0] == len(source_N) and columns == slice(self.vocab)
             yield from super().logit_gradients(source_N, *gradients)
 
-    kernels.HEADS["triton"] = BothHeads
+    kernels.HEAD_CLASSES["triton"] = BothHeads
 
 
 def add_vllm_kernels(vllm: Any) -> None:

@@ -1,4 +1,4 @@
-// The gallery's filters, order, search and keys. Cards are there already, in HTML: this only hides, sorts and focuses.
+// Filters, order, search and keys of the gallery. The cards are in the HTML: this only hides, sorts and focuses them.
 "use strict";
 (() => {
   const gallery = document.getElementById("gallery");
@@ -10,7 +10,7 @@
   const buttons = [...bar.querySelectorAll("[data-show]")];
   const selects = [...bar.querySelectorAll("[data-group]")];
   const links = [...document.querySelectorAll(".pages a")];
-  const others = JSON.parse(gallery.dataset.others ?? "{}"); // what the filters need of the prompts on other pages
+  const others = JSON.parse(gallery.dataset.others ?? "{}"); // facts of prompts on other pages, which the filters count
   const passes = (facts, show) => show === "all" || (facts.is ?? "").split(" ").includes(show);
   const by = {
     order: (a, b) => inOrder.get(a) - inOrder.get(b),
@@ -18,7 +18,7 @@
     reward: (a, b) => (a.dataset.reward ?? Infinity) - (b.dataset.reward ?? Infinity),
     spread: (a, b) => (b.dataset.spread ?? -1) - (a.dataset.spread ?? -1),
   };
-  const texts = new Map(); // card -> its text in lower case, once it was searched
+  const texts = new Map(); // card -> its text in lower case, added when it is searched
   let show = "all";
   let sorted = "order";
   let visible = cards;
@@ -54,14 +54,14 @@
     }
   }
 
-  // What is shown stands in the address, so that it can be linked, and goes along to other pages
+  // The address contains the filters, so that a view can be linked and links to other pages keep it
   function state() {
-    const found = new URLSearchParams();
-    if (show !== "all") found.set("show", show);
-    for (const select of selects) if (select.value) found.set(select.name, select.value);
-    if (sort.value !== "order") found.set("sort", sort.value);
-    if (search.value.trim()) found.set("q", search.value.trim());
-    return found.toString();
+    const params = new URLSearchParams();
+    if (show !== "all") params.set("show", show);
+    for (const select of selects) if (select.value) params.set(select.name, select.value);
+    if (sort.value !== "order") params.set("sort", sort.value);
+    if (search.value.trim()) params.set("q", search.value.trim());
+    return params.toString();
   }
 
   const write = () => history.replaceState(null, "", `#${state()}`);
@@ -74,15 +74,15 @@
       focus(target);
       return;
     }
-    const wanted = new URLSearchParams(hash);
-    const named = wanted.get("show");
-    show = buttons.some((button) => button.dataset.show === named) ? named : "all";
-    for (const select of selects) select.value = wanted.get(select.name) ?? "";
+    const params = new URLSearchParams(hash);
+    const filter = params.get("show");
+    show = buttons.some((button) => button.dataset.show === filter) ? filter : "all";
+    for (const select of selects) select.value = params.get(select.name) ?? "";
     for (const select of selects) if (select.selectedIndex < 0) select.value = "";
-    sort.value = Object.hasOwn(by, wanted.get("sort") ?? "") ? wanted.get("sort") : "order";
-    search.value = wanted.get("q") ?? "";
+    sort.value = Object.hasOwn(by, params.get("sort") ?? "") ? params.get("sort") : "order";
+    search.value = params.get("q") ?? "";
     update();
-    if (wanted.size) bar.scrollIntoView({ block: "start" });
+    if (params.size) bar.scrollIntoView({ block: "start" });
   }
 
   function reset() {
@@ -93,7 +93,7 @@
   }
 
   function choose(name) {
-    const button = buttons.find((one) => one.dataset.show === name);
+    const button = buttons.find((button) => button.dataset.show === name);
     if (button.disabled) return;
     show = name;
     update();
@@ -108,15 +108,15 @@
     card.scrollIntoView({ block: "start" });
   }
 
-  // The card after, or before, the one that has the focus; without one, the one at the top of the window
-  function step(by) {
+  // Focus the card after or before the focused one, or if there is none, the card at the top of the window
+  function step(direction) {
     const focused = document.activeElement.closest(".card") ?? current;
-    let at = visible.indexOf(focused);
-    if (at < 0) {
+    let index = visible.indexOf(focused);
+    if (index < 0) {
       const top = bar.getBoundingClientRect().bottom;
-      at = visible.findIndex((card) => card.getBoundingClientRect().bottom > top) - (by > 0 ? 1 : 0);
+      index = visible.findIndex((card) => card.getBoundingClientRect().bottom > top) - (direction > 0 ? 1 : 0);
     }
-    const next = visible[Math.min(Math.max(at + by, 0), visible.length - 1)];
+    const next = visible[Math.min(Math.max(index + direction, 0), visible.length - 1)];
     if (next) focus(next);
   }
 
@@ -142,11 +142,11 @@
     if (event.ctrlKey || event.metaKey || event.altKey || help.open) return;
     const field = event.target.closest("input, select, textarea");
     if (field === search && event.key === "Escape") {
-      event.preventDefault(); // which would empty it
+      event.preventDefault(); // the browser would clear the field
       return search.blur();
     }
     if (field) return;
-    const button = buttons.find((one) => one.dataset.key === event.key);
+    const button = buttons.find((button) => button.dataset.key === event.key);
     if (button) choose(button.dataset.show);
     else if (event.key === "j") step(1);
     else if (event.key === "k") step(-1);

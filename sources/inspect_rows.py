@@ -1,4 +1,4 @@
-"""What a data file holds, as text for a terminal."""
+"""Text descriptions of a data file for the terminal: single rows, and statistics over all rows."""
 
 import io
 import json
@@ -13,18 +13,18 @@ from errors import printable
 
 
 def print_example(e: Any) -> None:
-    """A row, an Example, in full."""
+    """Print a row (an Example) in full."""
     print(f"--- {printable(e.uid)}  [{printable(e.data_source)}]  answer: {printable(e.ground_truth)}")
     for m in e.messages:
         print(f"{m['role']}:", "\n".join(printable(line, 10_000) for line in m["content"].split("\n")))
-    for data, (width, height) in zip(e.images, e.image_sizes, strict=True):  # the header's size may be turned
+    for data, (width, height) in zip(e.images, e.image_sizes, strict=True):  # the header's size may be before rotation
         with Image.open(io.BytesIO(data)) as image:
             print(f"image: {width}x{height} {image.format} {image.mode}, {len(data)} bytes")
     print(f"extra: {printable(json.dumps(e.extra, ensure_ascii=False, default=str), 10_000)}")
 
 
 def print_statistics(examples: list, model: str | None, min_pixels: int | None, max_pixels: int | None) -> None:
-    """Print counts and distributions over rows; with a model also of their prompts' tokens."""
+    """Print counts and distributions over the rows; with a model, also of the lengths of their prompts in tokens."""
     print("data_source:", dict(Counter(e.data_source for e in examples).most_common()))
     for key in ("split", "answer_type"):
         if counts := Counter(str(e.extra[key]) for e in examples if key in e.extra):
