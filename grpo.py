@@ -603,7 +603,7 @@ class Algorithm:
     value_clip: float | None = algo_arg(0.2, "clip values to within this of the old ones; none: no clipping", above=0)
     gamma: float = algo_arg(0.99, "discount per token of --adv gae; use 1 for long responses", least=0, most=1)
     lam: float = algo_arg(0.95, "lambda of --adv gae; 1: full returns, 0: one-step TD error", least=0, most=1)
-    sapo_tau_positive: float = algo_arg(1.0, "steepness of SAPO's gate where A > 0; default: the paper's", above=0)
+    sapo_tau_positive: float = algo_arg(1.0, "steepness of SAPO's gate where A > 0", above=0)
     sapo_tau_negative: float = algo_arg(1.05, "steepness of SAPO's gate where A <= 0", above=0)
 
     # Derived settings
