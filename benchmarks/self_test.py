@@ -44,7 +44,7 @@ from rollout import Engine, ExampleList, SamplingParams, make_prompts, never_sto
 from utils import NamedTensors, derive_seed, setup_distributed  # noqa: E402
 
 FAULTS = ("sound", "tensor", "tower", "experts")
-USED = re.compile(r"under new weights (?:differ by )?([0-9.e+-]+)(?: \(limit | nats.*?where )([0-9.e+-]+)")
+USED = re.compile(r"under new weights (?:differ by )?([0-9.e+-]+)(?: \(limit | nats.*?the limit is )([0-9.e+-]+)")
 KEPT: list[Engine] = []  # vLLM takes its process groups down with the first engine that is collected
 
 
