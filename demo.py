@@ -47,15 +47,7 @@ from prepare_data import IMAGE_PLACEHOLDER, Example
 from report.progress import iter_with_progress
 from report.writer import find_drawing
 from reward import find_tasks
-from rollout import (
-    EnvConfig,
-    Prompt,
-    Rollout,
-    add_response,
-    identity,
-    make_env_factory,
-    make_prompts,
-)
+from rollout import EnvConfig, Prompt, Rollout, add_response, identity, make_env_factory, make_prompts
 from settings import FlagParser
 from utils import derive_seed, run_script, setup_distributed
 
