@@ -157,7 +157,8 @@ def group_advantages(
         p, g = not_finite[0].tolist()
         raise ValueError(f"group_advantages: reward of prompt {p}, sample {g} is {rewards_PG[p, g].item()}")
     rewards = rewards_PG.double()
-    # responses count as one token each here, so a per-token estimator would return the rewards unchanged
+    # a per-token estimator is not called here (compute_advantages does): for responses of one token each it would
+    # return the rewards unchanged
     difference = rewards if estimator.per_token else apply_to_graded(estimator.function, rewards, graded_PG)
     if estimator.grouped:
         difference = difference.masked_fill(constant_groups(rewards, graded_PG), 0.0)
@@ -339,12 +340,12 @@ def ppo_clip(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     Unequal bounds are DAPO's clip-higher (arXiv:2503.14476, eq. 10). Where A < 0, a dual_clip above 1 limits the loss
     to at most dual_clip * |A| (arXiv:1912.09729)."""
     ratio_K = log_ratio_K.exp()
-    unclipped_K = -advantages_K * ratio_K
-    clipped_K = -advantages_K * ratio_K.clamp(1 - algo.clip_low, 1 + algo.clip_high)
-    loss_K = torch.maximum(unclipped_K, clipped_K)
+    unclipped_loss_K = -advantages_K * ratio_K
+    clipped_loss_K = -advantages_K * ratio_K.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+    loss_K = torch.maximum(unclipped_loss_K, clipped_loss_K)
     if algo.dual_clip is not None:
         loss_K = torch.where(advantages_K < 0, torch.minimum(loss_K, -algo.dual_clip * advantages_K), loss_K)
-    return loss_K, clipped_K > unclipped_K
+    return loss_K, clipped_loss_K > unclipped_loss_K
 
 
 @register_loss("gspo", per_token=False)
@@ -588,8 +589,8 @@ class Algorithm:
                                      above=0)
     ratio_mask: str | None = algo_arg(None, "mask responses whose geometric mean of p_old / p_engine is not in "
                                       "LOW,HIGH (default: off)")
-    old_policy: str = algo_arg("trainer", "weights in the ratio's denominator; trainer: the trainer's before the "
-                               "update; rollout: those that sampled the token", choices=("trainer", "rollout"))
+    old_policy: str = algo_arg("trainer", "policy in the ratio's denominator; trainer: the trainer's before the "
+                               "update; rollout: the one that sampled the token", choices=("trainer", "rollout"))
     kl_in: str = algo_arg("loss", "loss: add the KL to the loss; reward: subtract it from the reward",
                           choices=("loss", "reward"))
     kl_target: float | None = algo_arg(None, "adapt --kl-coef to keep the KL near this, in nats per token", above=0)
@@ -600,7 +601,8 @@ class Algorithm:
     critic_lr: float = algo_arg(1e-5, "peak learning rate of the value head or the separate critic", above=0)
     critic_warmup_steps: int = algo_arg(0, "number of initial steps that train only the critic", least=0)
     value_coef: float = algo_arg(0.5, "coefficient of the value loss", above=0)
-    value_clip: float | None = algo_arg(0.2, "clip values to within this of the old ones; none: no clipping", above=0)
+    value_clip: float | None = algo_arg(0.2, "value loss: clip a value to the one before the update +- this; "
+                                         "none: no clipping", above=0)
     gamma: float = algo_arg(0.99, "discount per token of --adv gae; use 1 for long responses", least=0, most=1)
     lam: float = algo_arg(0.95, "lambda of --adv gae; 1: full returns, 0: one-step TD error", least=0, most=1)
     sapo_tau_positive: float = algo_arg(1.0, "steepness of SAPO's gate where A > 0", above=0)
@@ -696,10 +698,14 @@ class Algorithm:
 
 
 def has_gradient(rewards_PG: torch.Tensor, finish_reasons: Sequence[str], algo: Algorithm) -> list[bool]:
-    """Return for each response whether it is packed. With a KL in the reward or a critic all are, even those outside
-    the loss, because the advantages of the others need them. If the loss includes entropy or KL, or if a group with
-    equal rewards can have advantages other than 0, all responses in the loss are. In all other cases only those in the
-    loss whose advantage is not 0."""
+    """Return for each response whether it is packed:
+
+    - with a KL in the reward, or a critic: every response, even those outside the loss, because the advantages are
+      computed from the log-probabilities or values of all responses;
+    - with entropy or KL in the loss, or if a group with equal rewards can have advantages other than 0: every response
+      in the loss;
+    - otherwise: only the responses in the loss whose advantage is not 0.
+    """
     counted = [algo.counts_in_loss(reason) for reason in finish_reasons]
     if algo.kl_in_reward or algo.needs_values:  # responses outside the loss are needed for the others' advantages
         return [True] * len(counted)

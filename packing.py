@@ -106,8 +106,8 @@ class MicroBatch:
 
     ids_T: Tensor  # int64, like all tensors here
     subtree_end_T: Tensor
-    # contiguous pieces: (start, stop, position of the token that precedes it in its sequence, or -1). This token is not
-    # start - 1 where a sequence continues a prefix that stands earlier in the pack
+    # contiguous pieces (start, stop, previous): tokens start to stop - 1, and the position of the token before them in
+    # their sequence (-1: none). It is not start - 1 if they continue a shared prefix that is not directly before them
     segments: list[tuple[int, int, int]]
     images: list[Any]  # in the order of their tokens in ids_T
     hidden_index_K: Tensor

@@ -65,7 +65,7 @@ class TurnSequence(NamedTuple):
 
     ids: list[int]
     n_sampled: int  # length of the response, which is the end of `ids`
-    n_images: int  # number of images in `ids`: the first ones of the prompt and the episode
+    n_images: int  # number of images in `ids`: of the prompt's and then the observations' images, the first n_images
 
 
 @dataclass(eq=False)
@@ -211,7 +211,7 @@ def make_prompts(
         return list(pool.map(make_prompt, examples))
 
 
-# identifies the lines about special tokens among those about dropped prompts
+# the part of a message by which load_examples counts the prompts that were dropped for special tokens
 SPECIAL_TOKEN_REASON = "the prompt text contains the special token"
 
 
@@ -522,8 +522,8 @@ class Batches:
         """Select the examples of the batch at a position in the data, and return the batch. `step_known`: whether it is
         certain that `step` trains on it.
 
-        With --async-steps a batch is drawn before the solve rates of earlier batches are known, so a curriculum selects
-        examples that are still being sampled only if no others are left."""
+        With --async-steps a batch is drawn before the solve rates of earlier batches are known, so a curriculum by
+        solve rate takes examples that are still being sampled last, when no others are left."""
         first = self.state.position
         self.prepared = {at: batch for at, batch in self.prepared.items() if at >= first}
         ahead = set().union(*(batch.uids for batch in self.prepared.values())) if self.cfg.servers.async_steps else None

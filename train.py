@@ -14,11 +14,13 @@ The default differs from the GRPO paper (arXiv:2402.03300) in two ways:
 Three savings leave the gradient unchanged:
 1. With one optimizer step per training step, the old policy is the current one, so its log-probabilities need no
    separate forward pass.
-2. Groups whose rewards are all equal have no gradient, so they are not packed.
+2. A group whose rewards are all equal is not packed if it has no gradient: if --adv compares the samples of a group
+   and the loss has no KL, entropy or value term.
 3. Each prompt and its images are computed once for all responses of the group.
 
 Axes: P prompts per step (in a rank's tensors, its share of them); G samples per prompt; B responses and N tokens that
-the policy sampled, in a step on this rank; T packed tokens in a micro-batch; K sampled tokens that it predicts.
+the policy sampled, in a step on this rank; T packed tokens in a micro-batch; K sampled tokens that the
+micro-batch predicts.
 """
 
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -91,8 +93,8 @@ class TrainState:
     step: int = 0  # number of finished steps
     position: int = 0  # number of prompt batches that steps have used; batches drawn ahead do not count
     kl_coef: float = 0.0  # current KL coefficient; adaptive if kl_target is set
-    # the step after which an evaluation is missing: 0 for the one before training, N if the one after step N was
-    # interrupted. It runs at start-up if this equals `step`; from step 1 on, 0 means that none is missing
+    # a missing evaluation: N if the one after step N was interrupted, 0 at the start of a run (the one before step 1
+    # has not run yet). Start-up runs it if eval_due == step; in later steps 0 never equals `step`, so nothing runs
     eval_due: int = 0
     curriculum: CurriculumState = field(default_factory=dict)  # state that the curriculum carries from step to step
 
@@ -419,8 +421,8 @@ def main(cfg: Config) -> None:
                 rollouts = engine.generate(prompts, algo.group_size, prompts.sampling, on_rollout=grader.submit)
             with timer("reward"):
                 rewards = grader.collect(rollouts)
-            # `pool.add` is a collective. It is not timed, so ranks that wait in it are in no phase; if another rank
-            # hangs, it alone is still in one, and the watchdog can name it
+            # `pool.add` is a collective and is not timed, so ranks that wait in it are in no phase. A rank that hangs
+            # elsewhere is then the only one in a phase, and the watchdog can name that rank
             pool.add(rollouts, rewards)
             grader.check_worked(rollouts, ctx.gather)
         engine.sleep()  # free its memory for the update

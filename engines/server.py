@@ -209,9 +209,9 @@ class ServerEngine(Engine):
     ) -> GenerateResult | None:
         """Return the result, or None if the request was cancelled after a sync.
 
-        The sync has already finished or aborted what available servers were running, so a request that is still pending
-        was only queued, and no token is lost. It is sent again with the new cache_salt, because with the old one the
-        server could reuse KV cache that the old weights computed."""
+        On available servers, the sync has already finished or aborted every request that was running. A request that is
+        still pending was only queued there, so no token is lost. It is sent again with the new cache_salt, because with
+        the old one the server could reuse KV cache that the old weights computed."""
         self._add_idle_time()
         server.in_flight += 1
         task = asyncio.ensure_future(server.generate(request))

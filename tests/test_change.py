@@ -112,10 +112,10 @@ def test_an_edit_of_a_loss_is_what_trains(kernel, copy, toys, data):
     before = train(copy, toy, data, kernel=kernel)["policy/grad_norm"]
     file = copy / "grpo.py"
     source = file.read_text()
-    line = "    unclipped_K = -advantages_K * ratio_K\n"
+    line = "    unclipped_loss_K = -advantages_K * ratio_K\n"
     assert source.count(line) == 1
     edited = source.replace(line, line.replace("-advantages_K", "-10 * advantages_K"))
-    clipped = "clipped_K = -advantages_K * ratio_K.clamp"
+    clipped = "clipped_loss_K = -advantages_K * ratio_K.clamp"
     file.write_text(edited.replace(clipped, clipped.replace("-advantages_K", "-10 * advantages_K")))
     assert train(copy, toy, data, kernel=kernel)["policy/grad_norm"] == pytest.approx(10 * before, rel=1e-4)
 
