@@ -149,5 +149,5 @@ def test_tables_and_numbers_are_those_of_the_code():
     assert tuple(re.findall(r"^\| `(\w+)` \|", ends, re.M))[1:] == EPISODE_END_REASONS
     contract = sections(PAGE)["The two methods"]
     assert re.findall(r"^\| `(\w+)` \|", contract, re.M) == [field.name for field in fields(Observation)]
-    assert f"up to {MAX_WAIT_SECONDS} seconds for each" in PAGE and f"up to {MAX_THREADS} threads" in PAGE
+    assert f"at most {MAX_WAIT_SECONDS} seconds for each call" in PAGE and f"up to {MAX_THREADS} threads" in PAGE
     assert Environment.images_per_turn == 1
