@@ -153,7 +153,7 @@ def test_readmes_task_is_a_file_with_its_data_and_its_reward(copy, toys):
 @pytest.mark.slow
 def test_readmes_frozen_embeddings(copy, toys, data):
     source = (copy / "model.py").read_text()
-    end = source.index("\n\n\n", source.index("def choose_trained("))
+    end = source.index("\n\n\n", source.index("def set_trainable("))
     (copy / "model.py").write_text(source[:end] + "\n" + block("hf.get_input_embeddings()").rstrip("\n") + source[end:])
     before, after = (trained_parameters(folder, toys["qwen2_5_vl"], data) for folder in (ROOT, copy))
     assert before - after == 448 * 64  # the toy's vocabulary and width
