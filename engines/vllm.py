@@ -224,13 +224,13 @@ class VLLMEngine(Engine):
 
     def _add_requests(self, requests: list[tuple], sampling: SamplingParams) -> list[str]:
         """Add requests (what common.build_request returns) to vLLM, and return their ids."""
-        from vllm import SamplingParams
+        from vllm import SamplingParams as VLLMSamplingParams
 
         prompts, parameters = [], []
         for uid, sample, turn, max_tokens, ids, images in requests:
             prompts.append({"prompt_token_ids": ids} | ({"multi_modal_data": {"image": images}} if images else {}))
             parameters.append(
-                SamplingParams(
+                VLLMSamplingParams(
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
                     seed=derive_seed(sampling.seed, uid, sample, *([turn] if turn > 1 else [])),
