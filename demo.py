@@ -12,6 +12,8 @@ The task is real too: the model answers correctly only if it uses the image, whi
 the image away. The warm start teaches it a bad habit, answering without looking, which RL has to break.
 """
 
+import startup  # noqa: F401
+
 import argparse
 import hashlib
 import json
@@ -24,10 +26,10 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,13 +51,14 @@ from report.writer import find_drawing
 from reward import find_tasks
 from rollout import EnvConfig, Prompt, Rollout, add_response, identity, make_env_factory, make_prompts
 from settings import FlagParser
+from sources.videos import Video, content_bytes, split_media
 from utils import derive_seed, run_script, setup_distributed
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a task's file provides
 
 Question = tuple[str, str, str, str]  # answer type, prompt, reply, truth
-DemoScene = tuple[list[bytes], list[Question]]  # images and questions about them
+DemoScene = tuple[list[bytes | Video], list[Question]]  # images and videos, and questions about them
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,9 @@ class DemoConfig:
     questions: int = 8  # max questions per image in a warm-start step
     lazy: float = 0.7  # fraction of the lazy annotator's answers that are the usual one, given without looking
     steps: int = 60  # RL steps
+    train_vision: str = "none"  # the part of the vision tower that RL trains; values as for train.py --train-vision
     eval_every: int = 10  # RL steps between evaluations
+    ablate: tuple[str, ...] = ("blank",)  # what the final evaluation takes away; values as for eval.py --ablate
 
 
 def find_demo_tasks() -> dict[str, ModuleType]:
@@ -112,11 +117,12 @@ def demo_env_config(task: str) -> EnvConfig:
 
 def scenes_to_examples(task: str, scenes: Iterable[DemoScene]) -> Iterator[Example]:
     """Yield an example for each question of each scene. Examples of the same scene share its images and its uid."""
-    for images, questions in scenes:
-        uid = hashlib.sha1(b"".join(images)).hexdigest()
+    for media, questions in scenes:
+        uid = hashlib.sha1(b"".join(map(content_bytes, media))).hexdigest()
+        images, videos = split_media(media)
         for answer_type, prompt, reply, truth in questions:
             extra = {"answer_type": answer_type, "reply": reply}
-            yield Example(uid, task, [{"role": "user", "content": prompt}], images, truth, extra)
+            yield Example(uid, task, [{"role": "user", "content": prompt}], images, truth, extra, videos)
 
 
 def play_expert(task: str, example: Example, lazy_reply: str = "") -> Iterator[tuple[str, Any]]:
@@ -146,7 +152,7 @@ SPECIAL_TOKENS = (
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% if part['type'] in ('image', 'video') %}<|vision_start|><|{{ part['type'] }}_pad|><|vision_end|>"
     "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -247,10 +253,13 @@ def make_model(
     processor |= {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "do_convert_rgb": True}
     processor |= {"size": {"shortest_edge": 4 * patch * patch, "longest_edge": 512 * 512}}
     processor |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+    video_processor = "Qwen3VLVideoProcessor" if FAMILIES[family].timestamps else "Qwen2VLVideoProcessor"
+    files = {"preprocessor": processor, "video_preprocessor": processor | {"video_processor_type": video_processor}}
     with atomic_folder(out) as folder:
         save_hf(model, folder)
         tokenizer.save_pretrained(folder)
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+        for name, settings in files.items():
+            (folder / f"{name}_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -274,6 +283,17 @@ def write_rollout(task: str, prompt: Prompt, processor: Processor, lazy_reply: s
     return rollout
 
 
+def make_warm_optimizers(policy: Policy, hidden_lr: float, lr: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of the hidden layers and AdamW for the rest. From scratch, Muon needs a third of
+    AdamW's steps."""
+    named = dict(policy.named_parameters())
+    hidden = {name for name, p in named.items() if p.ndim == 2 and "embed" not in name and "lm_head" not in name}
+    muon_group = {"params": [named[name] for name in named if name in hidden], "peak_lr": hidden_lr}
+    adamw_group = {"params": [named[name] for name in named if name not in hidden], "peak_lr": lr}
+    muon = torch.optim.Muon([muon_group], weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW([adamw_group], betas=(0.9, 0.98), weight_decay=0.01)]
+
+
 def warm_start(
     model: Path, out: Path, seed: int, see_steps: int | None, habit_steps: int | None, task: str
 ) -> None:
@@ -295,12 +315,13 @@ def warm_start(
     processor = Processor(str(model))
     hf = load_hf(str(model))
     policy = Policy(hf, processor, train_vision="all")
-    packer = Packer(320, processor.image_token_id)
+    packer = Packer(1280, processor.image_token_id)
     source = get_task_module(task).scenes("warm", derive_seed(seed, ctx.rank))
     most_frequent = most_frequent_replies(task)
     rng = random.Random(derive_seed(seed, "lazy", ctx.rank))
     env_factory = make_env_factory(demo_env_config(task))
     reset_fn = env_factory.reset_example if env_factory else identity
+    losses = [math.nan]
 
     def next_scene() -> DemoScene:
         images, questions = next(source)
@@ -314,22 +335,30 @@ def warm_start(
         replies = [most_frequent[example.extra["answer_type"]] if is_lazy else "" for example, is_lazy in examples]
         return [write_rollout(task, prompt, processor, reply) for prompt, reply in zip(prompts, replies, strict=True)]
 
-    for name, steps, lazy, peak_lr in [("see", see_steps, 0.0, 2e-3), ("habit", habit_steps, cfg.lazy, 5e-4)]:
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
-        for step in iter_with_progress(range(steps), f"warm start: {name}"):
-            for group in optimizer.param_groups:
-                group["lr"] = peak_lr * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    for name, steps, lazy, *peak_lrs in [
+        ("see", see_steps, 0.0, 5e-3, 2e-3),
+        ("habit", habit_steps, cfg.lazy, 5e-4, 5e-4),
+    ]:
+        optimizers = make_warm_optimizers(policy, *peak_lrs)
+        for step in iter_with_progress(range(steps), f"warm start: {name}", lambda: f"loss {losses[-1]:.3f} per token"):
+            for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
+                schedule = min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
+                group["lr"] = group["peak_lr"] * schedule
             micros = packer.pack(next_samples(lazy))
             n_scored = sum(len(m.target_K) for m in micros)
-            optimizer.zero_grad(set_to_none=False)
+            policy.zero_grad(set_to_none=False)
+            parts = []
             for micro in micros:
-                (-policy(micro).logp_K.sum() / n_scored).backward()
+                parts.append(-policy(micro).logp_K.sum() / n_scored)
+                parts[-1].backward()
+            losses.append(sum(part.item() for part in parts))
             gradients = [p.grad for p in policy.parameters()]
             flat = parameters_to_vector(gradients)
             dist.all_reduce(flat)
             vector_to_parameters(flat.div_(ctx.world), gradients)
             clip_grad_norm_(policy.parameters(), 1.0)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
     if ctx.is_main:
         with atomic_folder(out) as folder:
             shutil.copytree(model, folder, copy_function=shutil.copyfile)  # for the tokenizer and processor files
@@ -346,8 +375,8 @@ TRAIN_FLAGS = (
 
 
 def max_reply_tokens(model: Path, task: str) -> int:
-    """Return the max tokens of a response or episode: those of the longest expert reply, its end included, and 5
-    more."""
+    """Return the max number of tokens of a response or episode: that of the longest expert reply with its end token,
+    plus 5."""
     processor = Processor(str(model))
     prompts = (Prompt(example.uid, [], [], example, []) for example in first_examples(task))
     return 5 + max(len(write_rollout(task, prompt, processor).response) for prompt in prompts)
@@ -367,18 +396,24 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     seconds = {}
 
-    def run_command(name: str, *args: object) -> None:
-        command = [sys.executable, *map(str, args)]
-        print(f"\n[{name}] {shlex.join(command)}")
+    def run_commands(name: str, expected: float, *commands: Sequence[object]) -> None:
+        """Run commands at the same time. `expected`: the seconds that they take for `shapes` on two quiet cores."""
+        lines = [[sys.executable, *map(str, command)] for command in commands]
+        print("", *(f"[{name}, about {expected:.0f} s] {shlex.join(line)}" for line in lines), sep="\n", flush=True)
         start_time = time.perf_counter()
-        code = subprocess.run(command, env=env, cwd=Path(__file__).parent).returncode
-        need(code == 0, f"the '{name}' command of the demo failed with exit code {code}: {shlex.join(command)}")
-        seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - start_time, 1)
+        running = [subprocess.Popen(line, env=env, cwd=Path(__file__).parent) for line in lines]
+        codes = [process.wait() for process in running]
+        for line, code in zip(lines, codes, strict=True):
+            need(code == 0, f"the '{name}' command of the demo failed with exit code {code}: {shlex.join(line)}")
+        seconds[name] = round(time.perf_counter() - start_time, 1)
 
     # The run of an earlier demo must not be resumed or mixed with this one; other files must not be deleted.
     need((out / "train.parquet").is_file() or not out.exists() or not any(out.iterdir()),
          f"--out {out} is not empty and not the folder of an earlier demo; choose another folder")
     check_writable(out, f"--out {out}")
+    print("The demo builds data and a model, trains the model on correct answers and then on a bad habit (the\n"
+          "supervised warm start), trains it by RL, and evaluates it. The seconds shown are those of `shapes`\n"
+          "on two otherwise idle cores.", flush=True)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     cfg = replace(cfg, steps=10, see_steps=10, habit_steps=5) if short else cfg
@@ -386,22 +421,30 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     base, start, run, final = (out / name for name in ("base", "start", "run", "final"))
     train, test = out / "train.parquet", out / "test.parquet"
     seeded = ("--seed", seed)
-    for split, n, file in (("train", n_train, train), ("test", n_test, test)):
-        run_command("data", "prepare_data.py", task, "--toy", "--n", n, "--split", split, *seeded, "--out", file)
-    run_command("model", "demo.py", "model", "--out", base, "--family", family, "--task", task, *seeded)
+    toy = ("prepare_data.py", task, "--toy", *seeded)
+    run_commands(
+        "data and model", 7,
+        (*toy, "--n", n_train, "--split", "train", "--out", train),
+        (*toy, "--n", n_test, "--split", "test", "--out", test),
+        ("demo.py", "model", "--out", base, "--family", family, "--task", task, *seeded),
+    )
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
-    warm = ("--task", task, "--see-steps", cfg.see_steps, "--habit-steps", cfg.habit_steps)
-    run_command("warm start", *torchrun, "demo.py", "warm", "--model", base, "--out", start, *seeded, *warm)
+    warm = ("demo.py", "warm", "--model", base, "--out", start, *seeded, "--task", task)
+    warm += ("--see-steps", cfg.see_steps, "--habit-steps", cfg.habit_steps)
+    run_commands("warm start", 10 + 0.17 * (cfg.see_steps + cfg.habit_steps), (*torchrun, *warm))
     data = ("--data", train, "--eval-data", test)
     sampling = ("--max-new-tokens", max_reply_tokens(base, task), *env_flag_args(task))
-    settings = ("--steps", cfg.steps, "--eval-every", cfg.eval_every, *sampling, *TRAIN_FLAGS.split(), *seeded)
-    run_command("train", *torchrun, "train.py", "--model", start, *data, "--out", run, *settings)
-    run_command("merge", "merge_lora.py", run, "--out", final)
-    greedy = ("eval.py", final, "--data", test, *sampling)
-    run_command("eval", *greedy, "--baseline", start, "--ablate", "blank", "--out", out / "eval")
+    training = ("train.py", "--model", start, *data, "--out", run, "--steps", cfg.steps, *sampling, *seeded)
+    training += ("--eval-every", cfg.eval_every, "--eval-ablate", "blank")
+    training += ("--train-vision", cfg.train_vision, *TRAIN_FLAGS.split())
+    run_commands("train", 14 + 0.6 * cfg.steps, (*torchrun, *training))
+    greedy = ("eval.py", run, "--data", test, *sampling)
+    greedy += ("--baseline", start, "--ablate", *cfg.ablate, "--out", out / "eval")
+    run_commands("eval and export", 12, greedy, ("merge_lora.py", run, "--out", final))
     after = json.loads((out / "eval" / "eval.json").read_text())
     [before], metric = after["baselines"], after["metric"]
-    blank = after["reliance"]["blank"][metric]
+    ablated = {f"{kind}_accuracy": after["reliance"][kind][metric] for kind in cfg.ablate}
+    blank = ablated.pop("blank_accuracy")
     summary = {
         "task": task,
         "metric": metric,
@@ -412,6 +455,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
         "accuracy_before": before[metric],
         "accuracy_after": after[metric],
         "blank_image_accuracy": blank,
+        **ablated,
         "train_seconds": seconds["train"],
         "stage_seconds": seconds,
     }
@@ -421,7 +465,9 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
             plots.draw_curve(run, blank, out / "curve.png", task, metric)
     change = f"{before[metric]:.3f} before RL, {after[metric]:.3f} after {cfg.steps} RL steps"
     print(f"\n{task}: {metric} on {after['n']} unseen images: {change} ({blank:.3f} if the images are blank)")
-    print(f"curve: {out / 'curve.png'}; evaluation: {out / 'eval' / 'report.html'}; samples: {run / 'rollouts'}")
+    if short:
+        print("this was a smoke test of the commands: in so few steps the model learns next to nothing")
+    print(f"open {run / 'report.html'} (training), {out / 'eval' / 'report.html'} (evaluation), {out / 'curve.png'}")
     return summary
 
 
@@ -438,18 +484,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for q in (model, run):
         q.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="architecture (default: qwen2_5_vl)")
     warm.add_argument("--model", type=Path, required=True, help="folder of the random model")
-    warm.add_argument("--see-steps", type=int, help="steps with correct answers (default: the task's)")
-    warm.add_argument("--habit-steps", type=int, help="steps with a lazy annotator's answers (default: the task's)")
-    run.add_argument("--processes", type=int, default=2, help="processes for warm start and RL (default: 2)")
-    run.add_argument("--short", action="store_true", help="run all commands in a minute or two; little is learned")
+    warm.add_argument("--see-steps", type=int, help="number of steps with correct answers (default: the task's)")
+    warm.add_argument("--habit-steps", type=int, help="steps with often careless answers (default: the task's)")
+    run.add_argument("--processes", type=int, default=2, help="number of processes for warm start and RL (default: 2)")
+    run.add_argument("--short", action="store_true", help="run everything in a minute or two; the model learns little")
     return p.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run a command: its flags are the arguments of its function."""
+    """Call the function of the chosen command with its flags as arguments."""
     kwargs = dict(vars(args))
     command = kwargs.pop("command")
     {"model": make_model, "warm": warm_start, "run": run_demo}[command](**kwargs)
+    if command == "model":
+        print(f"wrote a random {args.family} model to {args.out}")
 
 
 if __name__ == "__main__":

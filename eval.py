@@ -4,6 +4,7 @@
     python eval.py MODEL --data F --out DIR --baseline A B      # other models on the same prompts, compared in pairs
     python eval.py MODEL --data F --out DIR --samples 8         # avg@8, pass@k, majority@8 at --temperature
     python eval.py MODEL --data F --out DIR --ablate blank none # how much of the accuracy depends on the images?
+    python eval.py MODEL --data F --out DIR --grader easyr1 verl  # also graded as EasyR1 or verl do for Geometry3K
     python eval.py --plot-runs out/a out/b --out out/curves     # the curves of several runs in one plot
 
 For a run, flags default to the values that it was trained with, except code and servers: pass --reward, --env and
@@ -11,10 +12,13 @@ For a run, flags default to the values that it was trained with, except code and
 Writes eval.json, predictions.jsonl (one per model) and report.html to --out; see docs/evaluation.md.
 """
 
+import startup  # noqa: F401
+
 import json
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
@@ -23,14 +27,23 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engines.launch import ConnectionConfig, RolloutServerConfig, check_engine, make_engine, resolve_engine, size_limits
+from engines.launch import (
+    ConnectionConfig,
+    RolloutServerConfig,
+    check_engine,
+    check_videos,
+    make_engine,
+    resolve_engine,
+    server_kind,
+    size_limits,
+)
 from errors import UserError, check_writable, need, plug_in
 from model import ModelConfig, Processor, load_config, resolve_dtype
 from parallel.checkpoint import TrainedWeights, read_json, resolve_model, run_on_rank0
 from parallel.resume import diff_settings
 from prepare_data import DataFormatConfig, Example
 from report import progress
-from report.ablation import Ablation
+from report.ablation import Ablation, check_ablations
 from report.evaluation import (
     compare_with_baseline,
     format_summary,
@@ -40,11 +53,12 @@ from report.evaluation import (
     visual_reliance,
 )
 from report.log import RunLog
+from report.looking import LEARNT_SHORTCUT, looking_metrics, with_ends
 from report.records import select_records
 from report.run_files import read_rows, write_records, write_text
 from report.summary import ABLATIONS
 from report.writer import ReportPage, find_drawing
-from reward import CurriculumStage, RewardConfig, RewardContext
+from reward import CurriculumStage, RewardConfig, RewardContext, task_name
 from rewards.functions import absolute_files
 from rewards.grade import Grader
 from rewards.order import load_last_stage
@@ -80,7 +94,7 @@ CHUNK_EXAMPLES = 64  # examples that a rank samples, then grades, together
 
 @dataclass(frozen=True)
 class InheritedConfig(RewardConfig, EnvConfig, DataFormatConfig, PixelConfig):
-    """Settings shared with training (default for a run: its own values)"""
+    """Settings shared with training (if MODEL is a run, its values are the defaults)"""
 
     max_new_tokens: int = flag_field(512, "max new tokens per response (for episodes: all turns and observations "
                                      "together)", least=1)
@@ -96,22 +110,26 @@ class EvalConfig(InheritedConfig, ConnectionConfig):
 
     model: str = flag_field(REQUIRED, "model folder, hub id, run directory, checkpoint or PEFT adapter",
                             positional=True)
-    data: str = flag_field(REQUIRED, "parquet file(s) to evaluate on (default: the run's --eval-data)", metavar="FILE")
+    data: str = flag_field(REQUIRED, "parquet files to evaluate on (default: the run's --eval-data)", metavar="FILE")
     out: str = flag_field(REQUIRED, "output directory for eval.json, predictions.jsonl and report.html", metavar="DIR")
     baseline: tuple[str, ...] = flag_field((), "other models to evaluate on the same examples, for paired comparisons",
                                            metavar="MODEL")
     ablate: tuple[str, ...] = flag_field((), "evaluate again with blank (white) images, shuffled images (those of "
-                                         "other examples) or none (no images)", choices=tuple(ABLATIONS))
-    group_by: tuple[str, ...] = flag_field((), "data columns; also report the metric for each of their values",
+                                         "other examples), none (no images), or changed frames of videos",
+                                         choices=tuple(ABLATIONS))
+    group_by: tuple[str, ...] = flag_field((), "also report the metric for each value of these data columns",
                                            metavar="COLUMN")
     limit: int | None = flag_field(None, "evaluate only the first N examples", least=1)
     samples: int = flag_field(1, "responses per example (K)", least=1)
     temperature: float | None = flag_field(None, "sampling temperature (default: 0 with --samples 1, else 1)", least=0)
     top_p: float = flag_field(1.0, "nucleus sampling probability mass; 1: off", above=0, most=1)
-    rollout: str = flag_field("auto", "engine; auto: vllm on a GPU where it is installed (default: auto, or server "
-                              "for a run that trained on servers)", choices=ENGINES)
+    rollout: str = flag_field("auto", "rollout engine; auto: vllm on a GPU if it is installed, else hf (default: auto, "
+                              "or server for a run that trained on servers)", choices=ENGINES)
     vllm: tuple[str, ...] = flag_field((), VLLM_HELP, metavar="KEY=VALUE")
     seed: int = flag_field(0, "random seed for sampling")
+    grader: tuple[str, ...] = flag_field(("ours",), "also grade answers as EasyR1 or verl do for Geometry3K; ours: "
+                                         "the task's own reward, always included",
+                                         choices=("ours", "easyr1", "verl"))
 
 
 @dataclass(frozen=True)
@@ -190,20 +208,32 @@ class Evaluation:
         """Evaluate during training. Return metrics on rank 0, and {} elsewhere or if the run was asked to end."""
         with timer("eval", interruptible=False):
             records = self.collect_records()
+            ablated = {}
+            for kind in log.cfg.run.ablations_at(step):
+                ablation = Ablation(kind, self.examples, self.reset_fn, log.cfg.run.seed)
+                change = {"blank_images": ablation.blank, "examples": ablation.examples, "reset_fn": ablation.reset_fn}
+                ablated[kind] = replace(self, **change).collect_records()
         self.interrupted_at_step = step if self.should_stop() else 0
         if self.interrupted_at_step or not records:
             return {}
         summary = summarise(records)
         metric = summary["metric"]
-        tqdm.write("\n".join([f"evaluation after step {step}:", *format_summary(summary)]))
-        log.save_evaluation(step, records, summary, self.examples, self.reset_fn)
-        metrics = {name: summary[name] for name in ("n", metric, "reward", "truncated", "failed")}
-        metrics[f"{metric}_low"], metrics[f"{metric}_high"] = summary[f"{metric}_ci95"]
+        tqdm.write(f"greedy evaluation after step {step}: {format_summary(summary)[0]}")
+        if ablated:
+            summary["reliance"] = reliance = visual_reliance(records, ablated, metric)
+            looking = looking_metrics(log.out, read_rows(log.path), records, ablated, summary)
+            reliance["said"] += f" {LEARNT_SHORTCUT}" if looking.get("shortcut") else ""
+            tqdm.write(textwrap.fill(reliance["said"], 100))
+        log.save_evaluation(step, records, summary, self.examples, self.reset_fn, ablated)
+        metrics = {name: summary[name] for name in ("n", "reward", "truncated", "failed")}
+        metrics |= with_ends(metric, summary, metric)
         metrics |= {f"{task}/{metric}": values[metric] for task, values in summary.get("by_task", {}).items()}
         if "task_mean" in summary:
             metrics["task_mean"] = summary["task_mean"][metric]
         metrics |= {f"rewards/{name}": values["mean"] for name, values in summary["rewards"].items()}
         metrics |= {f"{metric}/{kind}": values[metric] for kind, values in summary["by_answer_type"].items()}
+        if ablated:
+            metrics |= looking
         return {f"eval/{name}": value for name, value in metrics.items()}
 
 
@@ -217,7 +247,8 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig | PlotRunsConfig:
         parser = FlagParser(__doc__, prog="eval.py --plot-runs")
         add_flags(parser, PlotRunsConfig)
         return build_config(PlotRunsConfig, vars(parser.parse_args(argv)))
-    parser = FlagParser(__doc__)
+    parser = FlagParser(__doc__, essential="model data out baseline ablate limit samples temperature max_new_tokens "
+                        "rollout reward env")
     add_flags(parser, EvalConfig)
     args = vars(parser.parse_args(argv))
     for path in args.get("baseline", ()):
@@ -234,8 +265,6 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig | PlotRunsConfig:
         cfg = replace(cfg, temperature=0.0 if cfg.samples == 1 else 1.0)
     need(cfg.samples == 1 or cfg.temperature > 0,
          f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise --temperature")
-    need(not cfg.env or set(cfg.ablate) <= {"blank"},
-         "--ablate: with --env only white images can replace an environment's images; use --ablate blank")
     return cfg
 
 
@@ -260,8 +289,7 @@ def describe_run_settings(cfg: EvalConfig) -> list[str]:
 
 def check_columns(cfg: EvalConfig, examples: Sequence[Example]) -> None:
     """Raise UserError unless the examples have images for --ablate and the columns of --group-by."""
-    need(not cfg.ablate or any(len(example.images) for example in examples),
-         f"--ablate: no example of {cfg.data} has an image; leave the flag out")
+    check_ablations("--ablate", cfg.ablate, examples, cfg.data, cfg.env)
     columns = sorted(set(chain.from_iterable(example.extra for example in examples)))
     for column in cfg.group_by:
         need(column in columns,
@@ -300,7 +328,7 @@ def load_engine(cfg: EvalConfig, path: str, processor: Processor, examples: Exam
     if running is not None:
         engine, running.processor = running, processor
     else:
-        sizes = size_limits([examples], processor, cfg.max_new_tokens, env.episode_image_limits if env else None)
+        sizes = size_limits([examples], processor, cfg.max_new_tokens, env.episode_limits if env else None)
         kwargs = {"vocab_size": weights.hf.config.get_text_config().vocab_size, "trained_tower": True}
         kwargs |= {"family_paths": weights.cfg.family_paths, "out": Path(cfg.out)}
         servers = build_config(RolloutServerConfig, vars(cfg))
@@ -331,8 +359,9 @@ def main(cfg: EvalConfig | PlotRunsConfig) -> dict:
     for line in describe_run_settings(cfg):
         print0(line)
     # All checks come before the first model is loaded. Baselines get images at the evaluated run's pixel limits.
-    check_engine(cfg.rollout, cfg.vllm, build_config(RolloutServerConfig, vars(cfg)), ModelConfig(model=cfg.model),
-                 ctx.world)
+    servers = build_config(RolloutServerConfig, vars(cfg))
+    check_engine(cfg.rollout, cfg.vllm, servers, ModelConfig(model=cfg.model), ctx.world)
+    graders = {name: plug_in("tasks._published", f"--grader {name}") for name in cfg.grader if name != "ours"}
     env = make_env_factory(cfg)
     reset_fn = env.reset_example if env else identity
     grader = Grader(cfg, Path(cfg.out), ctx.rank, ctx.world, has_environment=env is not None)
@@ -343,7 +372,12 @@ def main(cfg: EvalConfig | PlotRunsConfig) -> dict:
              "evaluate it with a separate command, or use --rollout hf")
     processors = [Processor(resolve_model(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
     examples = load_examples(cfg.data, cfg, processors, grader, reset_fn, cfg.limit)
+    check_videos(server_kind(cfg.rollout, servers), [examples], env)
     check_columns(cfg, examples)
+    others = {task_name(example.data_source) or "none" for example in examples} - {"geo3k"}
+    if graders and others:
+        print0(f"warning: --grader {' '.join(graders)}: these rules are for boxed answers to Geometry3K, but "
+               f"{cfg.data} has tasks {', '.join(sorted(others))}")
     step, stage = load_last_stage(cfg.curriculum, examples)
     grader.dry_run(ctx.is_main, [(step, stage)])
     step = resolve_model(cfg.model)[2].get("steps", step)  # as in the run's evaluations
@@ -355,8 +389,8 @@ def main(cfg: EvalConfig | PlotRunsConfig) -> dict:
         engine = load_engine(cfg, path, processor, examples, env, ctx, running)
         player = plug_in("envs._episodes", "--env").EpisodeEngine(engine, env, processor) if env else engine
         for name, ablation in ablations[:1] if results else ablations:
-            args = (player, examples, processor, grader, ctx, sampling, cfg.samples, ablation.blank, stage, step)
-            kwargs = {"reset_fn": ablation.reset_fn, "group_by": cfg.group_by,
+            args = (player, ablation.examples, processor, grader, ctx, sampling, cfg.samples, ablation.blank, stage)
+            kwargs = {"step": step, "reset_fn": ablation.reset_fn, "group_by": cfg.group_by,
                       "title": f"{Path(path).name} {name}".rstrip()}
             results.append(Evaluation(*args, **kwargs).collect_records())
         engine.sleep()
@@ -364,7 +398,10 @@ def main(cfg: EvalConfig | PlotRunsConfig) -> dict:
         del engine, player, args  # frees an hf engine, so that one model is in memory at a time
     if not ctx.is_main:
         return {}
+    differ = {name: [rules.add_published_grades(name, records) for records in results][0]
+              for name, rules in graders.items()}  # fmt: skip
     summary = summarise_all(cfg, results) | {"left_out": examples.left_out, "settings": evaluation_settings(cfg)}
+    summary["graders_differ"] = differ
     # printed before anything is written, so that a full disk does not lose the results
     print("\n".join(format_summary(summary)))
     uids = {record["uid"] for record in select_records(results[0], summary)}
@@ -401,11 +438,11 @@ def write_eval_report(cfg: EvalConfig, summary: dict, results: Sequence[list[dic
         write_records(out / f"predictions{name}.jsonl", records)
     written = [out / "eval.json", out / "predictions.jsonl"]
     if page := find_drawing("page"):  # last, so that nothing is lost if it fails
-        rows = read_rows(checkpoint.resolve().parent.parent / "metrics.jsonl") if checkpoint else []
+        run = checkpoint.resolve().parent.parent if checkpoint else None
         title = f"{Path(cfg.model).name} on {Path(cfg.data).name}"
         others = dict(zip(titles, results[1:], strict=True))
-        content = ReportPage(title, results[0], examples, summary, others=others, folder=out / "images")
-        page.write_pages(out / "report.html", content, page.run_curves(rows))
+        content = ReportPage(title, results[0], examples, summary, others=others, folder=out / "images", run=run)
+        page.write_pages(out / "report.html", content)
         written.append(out / "report.html")
     print(f"wrote {', '.join(map(str, written))}")
 

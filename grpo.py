@@ -1,7 +1,8 @@
 """The algorithms: settings, advantages and losses, as pure functions of tensors. No model, no I/O, no process group.
 
 To add an advantage estimator, decorate a function with `@register_advantage("name", norm_std=...)`; for a loss use
-`@register_loss("name")`. `--adv name` and `--loss name` then select it. `PRESETS` lists the settings of each --algo.
+`@register_loss("name")`. `--adv name` and `--loss name` then select it. `PRESETS` lists the settings of each --algo. A
+method that needs more than one function, or settings of its own, is a file in algorithms/ with a `Method`.
 
 Axes: P prompts, G samples per prompt, B responses, T tokens of a response that the policy sampled (padded to the
 longest), N rows of a packing.TokenBatch, K any subset of these rows, such as those of a micro-batch.
@@ -304,7 +305,7 @@ def kl(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "k2":
         return d * d / 2
     if kind == "k3":
-        return (-d).exp() - 1 + d
+        return (-d).expm1() + d
     raise ValueError(f"kl: unknown kind {kind!r}; choose one of {', '.join(KL_ESTIMATORS)}")
 
 
@@ -406,7 +407,7 @@ def policy_loss(
     log_ratio_K = logp_K - old_logp_K
     loss_K, clipped_K = LOSSES[algo.loss].function(logp_K, log_ratio_K, advantages_K, rollout_K, algo)
     d_K = log_ratio_K.detach()
-    return loss_K, {"clipped": clipped_K.to(logp_K.dtype), "kl": d_K.exp() - 1 - d_K}
+    return loss_K, {"clipped": clipped_K.to(logp_K.dtype), "kl": d_K.expm1() - d_K}
 
 
 def truncated_importance_weight(
@@ -435,7 +436,7 @@ class PolicyLoss:
     """The loss of the update. The fused LM head calls it on each block of tokens, with their log-probabilities.
     The loss of a token is
 
-    weight * kept * (tis * policy_loss + kl_coef * kl(logp, ref_logp) - entropy_coef * entropy)
+    weight * kept * (tis * policy_loss + kl_coef * kl(logp, ref_logp) - entropy_coef * entropy + methods' terms)
 
     tis is 1 without tis_cap, kept is 1 without ratio_mask, and the KL is a term only with kl_in=loss.
 
@@ -482,6 +483,9 @@ class PolicyLoss:
             loss_K = loss_K + self.kl_coef * kl(logp_K, tokens.ref_logps, algo.kl)
         if algo.entropy_coef:
             loss_K = loss_K - algo.entropy_coef * entropy_K
+        for method in algo.methods:
+            if method.token_loss:
+                loss_K = loss_K + method.token_loss(logp_K, tokens, algo)
         return weight_K * loss_K, indicators
 
 
@@ -535,6 +539,78 @@ def token_weights(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Methods of algorithms/
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """A training step. `seed` (--seed) and `step` name random numbers, so that a resumed run repeats them. `gather`
+    returns the item of each process (with --tp: of each data rank), in rank order."""
+
+    seed: int
+    step: int
+    gather: Callable[[Any], list[Any]] = lambda item: [item]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of algorithms/: the parts that it adds to the algorithm if `is_on(algo)`. A part may be None.
+
+    `columns`: the columns of the packing.TokenBatch that it reads, among old_logps, entropies, view_logps and
+    teacher_logps; they are computed before the update.
+    """
+
+    is_on: Callable[["Algorithm"], bool]
+    columns: tuple[str, ...] = ()
+    # (logp_K, tokens, algo) -> (K,): a term added to the loss of each token
+    token_loss: Callable | None = None
+    # (advantages_N, batch, algo, StepInfo) -> (N,): new advantages; `batch` is a packing.TrainBatch. Tokens that are
+    # not packed have NaN in `columns`
+    change_advantages: Callable | None = None
+    # (prompts, algo, seed, step, steps) -> prompts: new prompts of a batch, before it is sampled
+    change_prompts: Callable | None = None
+    # (rollouts in whole groups, algo) -> rollouts: those that are not trained on are copies without a reward
+    select_rollouts: Callable | None = None
+    check: Callable[["Algorithm"], None] | None = None  # raises UserError if settings contradict each other
+    order: int = 1  # of methods: 0 those that replace the advantages, 1 those that add to them, 2 that choose tokens
+    zero_without_advantage: bool = True  # adds no gradient to responses with advantage 0, so they are not packed
+
+
+METHODS: list[Method] = []
+
+
+def register_method(presets: dict[str, dict[str, Any]] | None = None, **parts: Any) -> None:
+    """Add a Method with these parts, and its presets of --algo."""
+    METHODS.append(Method(**parts))
+    METHODS.sort(key=lambda method: method.order)
+    PRESETS.update(presets or {})
+
+
+def change_prompts(prompts: Sequence[Any], algo: "Algorithm", seed: int, step: int, steps: int) -> Sequence[Any]:
+    """Return the prompts of a batch after the changes by all methods that are on."""
+    for method in algo.methods:
+        if method.change_prompts:
+            prompts = method.change_prompts(prompts, algo, seed, step, steps)
+    return prompts
+
+
+def select_rollouts(rollouts: list[Any], algo: "Algorithm") -> list[Any]:
+    """Return the rollouts of whole groups after the selection by all methods that are on."""
+    for method in algo.methods:
+        if method.select_rollouts:
+            rollouts = method.select_rollouts(rollouts, algo)
+    return rollouts
+
+
+def change_advantages(advantages_N: torch.Tensor, batch: Any, algo: "Algorithm", info: StepInfo) -> torch.Tensor:
+    """Return the advantages after the changes by all methods that are on."""
+    for method in algo.methods:
+        if method.change_advantages:
+            advantages_N = method.change_advantages(advantages_N, batch, algo, info)
+    return advantages_N
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Settings
 
 NORM_STD = ("group", "batch", "none")
@@ -557,7 +633,7 @@ class Algorithm:
     """Algorithm (--algo sets several of these; flags you pass override it)"""  # this section's title in --help
 
     algo: str = flag_field("grpo", "preset of the algorithm flags, which you can override one by one",
-                           choices=tuple(PRESETS))
+                           choices=PRESETS)
     group_size: int = flag_field(8, "responses sampled per prompt (G)", least=1)
     adv: str = flag_field("grpo", "advantage estimator; docs/algorithms.md", choices=ADVANTAGES)
     loss: str = flag_field("clip", "policy loss; docs/algorithms.md", choices=LOSSES)
@@ -572,25 +648,25 @@ class Algorithm:
                                       "unequal rewards; 1: off", least=1)
     update_epochs: int = flag_field(1, "passes over the rollouts of a step", least=1)
     minibatches: int = flag_field(1, "minibatches per pass; one optimizer step each", least=1)
-    entropy_coef: float = flag_field(0.0, "coefficient of the entropy bonus", least=0)
+    entropy_coef: float = flag_field(0.0, "coefficient of the entropy bonus; a negative one penalises entropy")
     kl_coef: float = flag_field(0.0, "coefficient of the KL to the reference policy; 0: no KL and no reference model",
                                 least=0)
     kl: str = flag_field("k3", "KL estimator per token, with d = logp - ref_logp: k1: d, k2: d^2/2, k3: exp(-d) - 1 "
                          "+ d", choices=KL_ESTIMATORS)
 
     # Keys of --algo-args
-    norm_std: str | None = algo_arg(None, "group: divide advantages by the std of the group; batch: by the std over "
-                                    "the step and all ranks, centred too unless --adv compares a group; none: do "
-                                    "not divide (default: depends on --adv)",
+    norm_std: str | None = algo_arg(None, "what advantages are divided by. group: the std of the group; batch: the std "
+                                    "over the step and all ranks, after subtracting the mean if --adv does not "
+                                    "compare a group; none: nothing (default: depends on --adv)",
                                     choices=NORM_STD)
     dual_clip: float | None = algo_arg(None, "dual clip: where A < 0, a token's loss is at most this times |A| "
                                        "(default: off)", above=1)
     tis_cap: float | None = algo_arg(None, "TIS: weight tokens by p_old / p_engine, capped at this (default: off)",
                                      above=0)
-    ratio_mask: str | None = algo_arg(None, "mask responses whose geometric mean of p_old / p_engine is not in "
-                                      "LOW,HIGH (default: off)")
-    old_policy: str = algo_arg("trainer", "policy in the ratio's denominator; trainer: the trainer's before the "
-                               "update; rollout: the one that sampled the token", choices=("trainer", "rollout"))
+    ratio_mask: str | None = algo_arg(None, "leave out responses whose tokens' geometric mean of p_old / p_engine is "
+                                      "outside LOW,HIGH (default: off)")
+    old_policy: str = algo_arg("trainer", "policy in the ratio's denominator. trainer: that before the update; "
+                               "rollout: the one that sampled the token", choices=("trainer", "rollout"))
     kl_in: str = algo_arg("loss", "loss: add the KL to the loss; reward: subtract it from the reward",
                           choices=("loss", "reward"))
     kl_target: float | None = algo_arg(None, "adapt --kl-coef to keep the KL near this, in nats per token", above=0)
@@ -601,14 +677,23 @@ class Algorithm:
     critic_lr: float = algo_arg(1e-5, "peak learning rate of the value head or the separate critic", above=0)
     critic_warmup_steps: int = algo_arg(0, "number of initial steps that train only the critic", least=0)
     value_coef: float = algo_arg(0.5, "coefficient of the value loss", above=0)
-    value_clip: float | None = algo_arg(0.2, "value loss: clip a value to the one before the update +- this; "
-                                         "none: no clipping", above=0)
+    value_clip: float | None = algo_arg(0.2, "value loss: how far a value may move from the one before the "
+                                         "update before it is clipped; none: no clipping", above=0)
     gamma: float = algo_arg(0.99, "discount per token of --adv gae; use 1 for long responses", least=0, most=1)
     lam: float = algo_arg(0.95, "lambda of --adv gae; 1: full returns, 0: one-step TD error", least=0, most=1)
     sapo_tau_positive: float = algo_arg(1.0, "steepness of SAPO's gate where A > 0", above=0)
     sapo_tau_negative: float = algo_arg(1.05, "steepness of SAPO's gate where A <= 0", above=0)
 
     # Derived settings
+    @property
+    def methods(self) -> list[Method]:
+        """Return the methods that are on: none here, see algorithms/_registry.py."""
+        return []
+
+    def reads(self, column: str) -> bool:
+        """Return whether a method that is on reads a column."""
+        return any(column in method.columns for method in self.methods)
+
     @property
     def effective_norm_std(self) -> str:
         return self.norm_std or ADVANTAGES[self.adv].norm_std
@@ -635,12 +720,13 @@ class Algorithm:
     @property
     def needs_old_logps(self) -> bool:
         """Return whether a forward pass before the update has to compute the trainer's old log-probabilities."""
-        return self.old_policy == "trainer" and (self.kl_in_reward or not self.on_policy)
+        return self.old_policy == "trainer" and (self.kl_in_reward or not self.on_policy or self.reads("old_logps"))
 
     @property
     def needs_forward(self) -> bool:
         """Return whether any log-probabilities or values have to be computed before the update."""
-        return self.needs_old_logps or self.needs_values or self.needs_reference
+        return (self.needs_old_logps or self.needs_values or self.needs_reference
+                or any(method.columns for method in self.methods))
 
     @property
     def ratio_mask_bounds(self) -> tuple[float, float]:
@@ -649,7 +735,7 @@ class Algorithm:
 
     def counts_in_loss(self, finish_reason: str) -> bool:
         """Return whether a response with this finish reason is part of the loss."""
-        return finish_reason != "error" and (self.truncated != "mask" or finish_reason != "length")
+        return finish_reason not in ("error", "unselected") and (self.truncated != "mask" or finish_reason != "length")
 
     def check(self) -> None:
         """Raise UserError if settings contradict each other."""
@@ -682,14 +768,21 @@ class Algorithm:
              f"--algo-args kl_target={self.kl_target} adapts --kl-coef, but --kl-coef is {kl_coef}; set it above 0")
         need(self.ref_every == 0 or self.needs_reference,
              f"--algo-args ref_every={self.ref_every} updates the reference, but there is none; set --kl-coef above 0")
+        need(self.adv != "none" or self.reads("teacher_logps"),
+             "--adv none, which --algo opd sets, gives no training signal by itself; add --teacher MODEL")
+        need(self.adv != "none" or not self.kl_in_reward,
+             f"--kl-coef {kl_coef} --algo-args kl_in=reward: --adv none ignores rewards; use kl_in=loss")
         need(self.critic_warmup_steps == 0 or estimator.needs_values,
              f"--algo-args critic_warmup_steps={self.critic_warmup_steps}: {adv} has no critic; use --adv gae")
         need(self.critic == "head" or estimator.needs_values,
              f"--algo-args critic={self.critic}: {adv} has no critic; use --adv gae")
         need(self.kl_in == PRESETS[self.algo].get("kl_in", "loss") or self.needs_reference,
              f"--algo-args kl_in={self.kl_in} has no effect with --kl-coef {kl_coef}; raise --kl-coef, or remove kl_in")
-        need(self.dual_clip is None or self.loss not in ("cispo", "sapo", "reinforce"),
+        need(self.dual_clip is None or self.loss not in ("cispo", "dppo", "gmpo", "sapo", "reinforce"),
              f"--algo-args dual_clip={self.dual_clip} has no effect on --loss {self.loss}; use --loss clip or gspo")
+        for method in self.methods:
+            if method.check:
+                method.check(self)
         if self.ratio_mask is not None:
             message = f"--algo-args ratio_mask={self.ratio_mask}: give LOW,HIGH around 1, such as 0.5,2"
             with as_user_error(ValueError, message):
@@ -702,16 +795,20 @@ def has_gradient(rewards_PG: torch.Tensor, finish_reasons: Sequence[str], algo: 
 
     - with a KL in the reward, or a critic: every response, even those outside the loss, because the advantages are
       computed from the log-probabilities or values of all responses;
-    - with entropy or KL in the loss, or if a group with equal rewards can have advantages other than 0: every response
-      in the loss;
-    - otherwise: only the responses in the loss whose advantage is not 0.
+    - with entropy, KL or a method's term in the loss, or if a group with equal rewards can have advantages other than
+      0: every response in the loss;
+    - otherwise: only the responses in the loss whose advantage is not 0 or, if a method changes advantages, those of
+      groups with an advantage that is not 0.
     """
     counted = [algo.counts_in_loss(reason) for reason in finish_reasons]
     if algo.kl_in_reward or algo.needs_values:  # responses outside the loss are needed for the others' advantages
         return [True] * len(counted)
     estimator = ADVANTAGES[algo.adv]
     can_skip = estimator.grouped and not estimator.per_token and LOSSES[algo.loss].zero_without_advantage
-    if not can_skip or algo.needs_reference or algo.entropy_coef > 0:
+    adds_gradient = not all(method.zero_without_advantage for method in algo.methods)
+    if not can_skip or adds_gradient or algo.needs_reference or algo.entropy_coef != 0:
         return counted
-    has_advantage = group_advantages(rewards_PG, algo.adv, "none", graded_PG=~rewards_PG.isnan()).flatten() != 0
-    return [bool(a) and c for a, c in zip(has_advantage, counted, strict=True)]
+    has_advantage = group_advantages(rewards_PG, algo.adv, "none", graded_PG=~rewards_PG.isnan()) != 0
+    if any(method.change_advantages for method in algo.methods):  # to another comparison of the group, perhaps
+        has_advantage = has_advantage.any(dim=1, keepdim=True).expand_as(rewards_PG)
+    return [bool(a) and c for a, c in zip(has_advantage.flatten(), counted, strict=True)]

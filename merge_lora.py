@@ -6,6 +6,8 @@
     python merge_lora.py out/geo3k-adapter --out out/geo3k-hf                 # a PEFT adapter -> one folder
 """
 
+import startup  # noqa: F401
+
 import copy
 import json
 import shutil
@@ -94,7 +96,7 @@ def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, r
         raise RuntimeError("the written folder's log-probabilities differ from those of its weights in memory by "
                            f"{gap:.2e}, more than {allowed:.1e}; the folder was not kept")
     moved = (logprobs - original).abs().max().item()
-    print(f"largest log-probability difference from the run: {moved:.1e}, caused by rounding to {cfg.dtype}")
+    print(f"the folder's log-probabilities differ from the run's by at most {moved:.1e} (rounding to {cfg.dtype})")
 
 
 def save_processor(base: str, processor: Processor, folder: Path) -> None:

@@ -34,10 +34,11 @@ from kernels import KERNELS, fused_policy_loss, linear_logprob, resolve_kernel
 from layers.attention import ATTENTION_BACKENDS, PackedAttention, register_attention, resolve_attention
 from layers.lora import LoraConfig, find_lora_layers
 from layers.recurrent import patch_recurrent_layers
+from layers.video import video_text
 from layers.vision import ImageInput, Patcher, VisionCache, vision_features
 from packing import MicroBatch
 from settings import REQUIRED, PixelConfig, flag_field
-from sources.content import IMAGE_PLACEHOLDER
+from sources.content import IMAGE_PLACEHOLDER, MARK_PATTERN, VIDEO_PLACEHOLDER
 from utils import copy_together
 
 # Linear layers of attention, MLPs and gated delta nets. Experts are not listed: they are one tensor, not linear layers
@@ -49,6 +50,7 @@ VISION_TOKEN_ID_KEYS = ("image_token_id", "video_token_id", "vision_start_token_
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 
+
 @dataclass(frozen=True)
 class Family:
     """The dotted module paths of a model family's parts, relative to the loaded model, to its vision tower or to its
@@ -58,16 +60,17 @@ class Family:
     language: str = "model.language_model"
     vision_blocks: str = "blocks"  # below vision
     blocks: str = "layers"  # below language
+    timestamps: bool = False  # whether the slices of a video are separate, each after its time in the prompt's text
     lora_targets: tuple[str, ...] = PROJECTIONS  # last names of linear layers in the language blocks; empty: all
 
 
 FAMILIES = {  # by config.model_type
     "qwen2_vl": Family(),
     "qwen2_5_vl": Family(),
-    "qwen3_vl": Family(),
-    "qwen3_vl_moe": Family(),
-    "qwen3_5": Family(),
-    "qwen3_5_moe": Family(),
+    "qwen3_vl": Family(timestamps=True),
+    "qwen3_vl_moe": Family(timestamps=True),
+    "qwen3_5": Family(timestamps=True),
+    "qwen3_5_moe": Family(timestamps=True),
 }
 SUPPORTED_MODELS = ("supported are models that process images as Qwen-VL does (Qwen2VLImageProcessor, "
                     f"get_image_features with image_grid_thw, M-RoPE), such as {', '.join(FAMILIES)}")
@@ -97,6 +100,7 @@ class ModelConfig(PixelConfig):
                                         least=0)
     gradient_checkpointing: bool = flag_field(False, "recompute activations in the backward pass (less memory, more "
                                               "compute)")
+    compile: bool = flag_field(False, "compile the language blocks with torch.compile (faster updates, slower start)")
     lora_rank: int = flag_field(0, "LoRA rank; 0: full fine-tuning. LoRA needs a larger --lr, about 3e-5", least=0)
     lora_alpha: float = flag_field(32.0, "LoRA alpha: adapter outputs are scaled by alpha / rank", above=0)
     lora_targets: tuple[str, ...] = flag_field((), "names of the linear layers to adapt (default: all in the language "
@@ -139,7 +143,7 @@ def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrain
     loaded."""
     remedy = f"{nearest_path(path)}; give a model folder or hub id such as Qwen/Qwen2.5-VL-3B-Instruct"
     need(os.path.isdir(path) or path.count("/") <= 1, f"--model {path!r}: no such folder{remedy}")
-    with _config_errors(path, f"neither a folder with a config.json nor a model on the Hugging Face hub{remedy}"):
+    with _config_errors(path, f"neither a folder with a config.json nor loadable from the Hugging Face hub{remedy}"):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     find_family(config, path, paths)
     check_packable(config, path)
@@ -147,7 +151,7 @@ def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrain
 
 
 @contextmanager
-def _config_errors(path: str, problem: str) -> Iterator[None]:
+def _config_errors(path: str, problem: str, flag: str = "--model") -> Iterator[None]:
     """Raise a UserError in place of the errors of transformers' from_pretrained. All its calls have
     trust_remote_code=False, because by default it asks on the terminal whether to run a model's code."""
     try:
@@ -156,12 +160,14 @@ def _config_errors(path: str, problem: str) -> Iterator[None]:
         message = f"{problem} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
         if "trust_remote_code" in str(error):
             message = "this model needs custom code (auto_map), which is not supported; use a model without it"
-        raise UserError(f"--model {path!r}: {message}") from error
+        raise UserError(f"{flag} {path!r}: {message}") from error
 
 
 def check_packable(config: transformers.PreTrainedConfig, path: str) -> None:
-    """Raise UserError for attention that is not supported: windows, and rotary frequencies that depend on the longest
-    sequence of a batch, which would differ from one micro-batch to another."""
+    """Raise UserError for quantized weights, and for attention that is not supported: windows, and rotary frequencies
+    that depend on the longest sequence of a batch, which would differ from one micro-batch to another."""
+    need(not getattr(config, "quantization_config", None),
+         f"--model {path!r} has quantized weights, which cannot be trained; use its checkpoint in bfloat16")
     text = config.get_text_config()
     layer_types = set(getattr(text, "layer_types", None) or ())
     windows = ", ".join(sorted(name for name in layer_types if "sliding" in name or "chunked" in name))
@@ -209,15 +215,20 @@ def _family_from_paths(config: transformers.PreTrainedConfig, path: str, vision:
 
 class Processor:
     """A model's tokenizer and image processor. transformers' AutoProcessor would also build a video processor, which
-    needs torchvision; apart from that it would only expand <|image_pad|>, which `expand_image_tokens` does."""
+    needs torchvision; apart from that it would only expand placeholders, which `expand_image_tokens` and
+    layers/video.py do.
 
-    def __init__(self, path: str, min_pixels: int | None = None, max_pixels: int | None = None):
-        with _config_errors(path, "cannot load its tokenizer and image processor"):
+    The model replaces <|image_pad|> and <|video_pad|> by features in the same way, so expanded token ids have
+    <|image_pad|> for videos too."""
+
+    def __init__(self, path: str, min_pixels: int | None = None, max_pixels: int | None = None,
+                 flag: str = "--model"):
+        with _config_errors(path, "cannot load its tokenizer and image processor; give a model folder or hub id", flag):
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             self.image_processor = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
         name = type(self.image_processor).__name__
-        need(name.startswith("Qwen2VL"), f"--model {path!r}: its image processor is {name}; {SUPPORTED_MODELS}")
+        need(name.startswith("Qwen2VL"), f"{flag} {path!r}: its image processor is {name}; {SUPPORTED_MODELS}")
         limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         size = dict(self.image_processor.size) | {name: n for name, n in limits.items() if n is not None}
         low, high = size["shortest_edge"], size["longest_edge"]
@@ -225,12 +236,14 @@ class Processor:
         need(low <= high, f"--min-pixels {low}{notes[0]} is above --max-pixels {high}{notes[1]}; change one of them")
         self.image_processor.size = size
         self.merge_size = self.image_processor.merge_size
-        self.patcher = self._make_patcher(path)
+        self.patcher = self._make_patcher(f"{flag} {path!r}")
         need(self.tokenizer.chat_template is not None,
-             f"--model {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
+             f"{flag} {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
         placeholders = [getattr(config, name, None) for name in VISION_TOKEN_ID_KEYS]
-        self.image_token_id = placeholders[0]
-        need(self.image_token_id is not None, f"--model {path!r}: its config has no image_token_id; use another model")
+        self.image_token_id, self.video_token_id = placeholders[:2]
+        self.family = FAMILIES.get(config.model_type)
+        self.tokens_per_second = getattr(config.vision_config, "tokens_per_second", None)
+        need(self.image_token_id is not None, f"{flag} {path!r}: its config has no image_token_id; use another model")
         eos = self.tokenizer.eos_token_id
         with suppress(OSError):  # the file is optional; vLLM stops at the token ids that it lists
             eos = transformers.GenerationConfig.from_pretrained(path, trust_remote_code=False).eos_token_id or eos
@@ -239,7 +252,7 @@ class Processor:
         banned = [*placeholders, *map(self.tokenizer.convert_tokens_to_ids, VISION_TOKENS)]
         self.banned_ids = sorted({i for i in banned if i is not None})
 
-    def _make_patcher(self, path: str) -> Patcher:
+    def _make_patcher(self, label: str) -> Patcher:
         """Return a Patcher that gives the image processor's values. Raise UserError if the image processor does more
         than map each byte to a value."""
         processor, merge = self.image_processor, self.merge_size
@@ -251,7 +264,7 @@ class Processor:
         table_CB = uniform[:: merge**2].unflatten(1, (3, -1))[..., 0].t().contiguous()
         patcher = Patcher(table_CB, processor.patch_size, merge, processor.temporal_patch_size)
         need(torch.equal(patcher(images[-1]), expected),
-             f"--model {path!r}: its image processor does more than scale and normalize pixels; {SUPPORTED_MODELS}")
+             f"{label}: its image processor does more than scale and normalize pixels; {SUPPORTED_MODELS}")
         return patcher
 
     def banned_token_ids(self, vocab_size: int) -> Tensor:
@@ -259,31 +272,40 @@ class Processor:
         return torch.tensor(self.banned_ids + list(range(len(self.tokenizer), vocab_size)), dtype=torch.long)
 
     def apply_chat_template(self, messages: Sequence[dict]) -> str:
-        """Return the chat-templated text, up to the next response, with one <|image_pad|> per <image> mark. A content
-        that is a list, not a text, is kept unchanged: the policy's own text has no marks."""
+        """Return the chat-templated text, up to the next response, with one <|image_pad|> per <image> mark and one
+        <|video_pad|> per <video> mark. A content that is a list, not a text, is kept unchanged: the policy's own text
+        has no marks."""
         templated = []
         for message in messages:
             content, text = [], message["content"]
             if isinstance(text, list):
                 templated.append(message)
                 continue
-            for i, piece in enumerate(text.split(IMAGE_PLACEHOLDER)):
-                content += [{"type": "image"}] if i else []
-                content += [{"type": "text", "text": piece}] if piece else []
+            for piece in MARK_PATTERN.split(text):
+                if piece in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER):
+                    content.append({"type": piece.strip("<>")})
+                elif piece:
+                    content.append({"type": "text", "text": piece})
             templated.append({"role": message["role"], "content": content})
         return self.tokenizer.apply_chat_template(templated, tokenize=False, add_generation_prompt=True)
 
-    def tokenize_messages(self, messages: Sequence[dict]) -> list[int]:
-        """Return the token ids of the chat-templated text."""
-        return self.tokenizer.encode(self.apply_chat_template(messages), add_special_tokens=False)
+    def tokenize_messages(self, messages: Sequence[dict], videos: Sequence[tuple] = ()) -> list[int]:
+        """Return the token ids of the chat-templated text, in which the placeholders of these videos, (frames, fps,
+        ...), are replaced by one <|image_pad|> for each of ImageInput.parts."""
+        return self._encode(self.apply_chat_template(messages), videos)
 
-    def tokenize_observation(self, messages: Sequence[dict]) -> list[int]:
+    def _encode(self, text: str, videos: Sequence[tuple]) -> list[int]:
+        for n_frames, fps, *_ in videos:
+            text = text.replace("<|video_pad|>", video_text(self, n_frames, fps), 1)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def tokenize_observation(self, messages: Sequence[dict], videos: Sequence[tuple] = ()) -> list[int]:
         """Return the token ids that the template puts between two responses, the first of which ended with its end
-        token, when these messages come between them; with one <|image_pad|> per <image> mark."""
+        token, when these messages come between them; placeholders and videos are as in tokenize_messages."""
         marker = "RESPONSE"
         history = [{"role": "user", "content": ""}, {"role": "assistant", "content": marker}]
         text = self.apply_chat_template([*history, *messages]).split(marker, 1)[1]
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self._encode(text, videos)
         return ids[1:] if ids and ids[0] in self.eos_ids else ids
 
     def template_rewrites_history(self) -> bool:
@@ -302,10 +324,18 @@ class Processor:
         ids.discard(self.tokenizer.unk_token_id)  # it stands for any text that the vocabulary lacks
         return [token for token, i in self.special_tokens.items() if i in ids or any(token in text for text in texts)]
 
-    def count_tokens(self, messages: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> int:
-        """Return the number of prompt tokens, with those of images of these (width, height), without their pixels."""
-        n_image = sum(math.prod(self.resized_size(*s)) for s in sizes) // (self.patcher.patch * self.merge_size) ** 2
-        return len(self.tokenize_messages(messages)) - len(sizes) + n_image
+    def count_tokens(
+        self, messages: Sequence[dict], sizes: Sequence[tuple[int, int]], videos: Sequence[tuple] = ()
+    ) -> int:
+        """Return the number of prompt tokens, with those of images of these (width, height) and of videos of these
+        (frames, fps, (width, height)), without their pixels."""
+        ids = self.tokenize_messages(messages, videos)
+        return len(ids) - ids.count(self.image_token_id) + sum(self.count_patches(sizes, videos)) // self.merge_size**2
+
+    def count_patches(self, sizes: Sequence[tuple[int, int]], videos: Sequence[tuple] = ()) -> list[int]:
+        """Return the number of patches of each image and of each slice of the videos, given as in count_tokens."""
+        slices = (size for n_frames, _, size in videos for _ in range(0, n_frames, self.patcher.slice_frames))
+        return [math.prod(self.resized_size(*size)) // self.patcher.patch**2 for size in (*sizes, *slices)]
 
     def resized_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the (width, height) at which the model sees an image."""
@@ -330,35 +360,43 @@ class Processor:
         numbers of placeholders and images differ."""
         n_marks = unexpanded_ids.count(self.image_token_id)
         need(n_marks == len(images), f"prompt has {n_marks} {IMAGE_PLACEHOLDER} marks or <|image_pad|> tokens but "
-             f"{len(images)} images; write one mark per image")
+             f"{len(images)} images; write one mark per image or video")
+        need(self.video_token_id not in unexpanded_ids, f"there is a {VIDEO_PLACEHOLDER} mark or <|video_pad|> token "
+             "without a video; remove it")
         ids, remaining_images = [], iter(images)
         for token in unexpanded_ids:
             ids += [token] * (next(remaining_images).n_tokens if token == self.image_token_id else 1)
         return ids
+
+    def merge_placeholders(self, ids: Sequence[int]) -> list[int]:
+        """Return an engine's token ids as they are in a Prompt: with <|image_pad|> for videos too."""
+        return [self.image_token_id if token == self.video_token_id else token for token in ids]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Positions and embeddings
 
 
-def mrope_positions(ids: Sequence[int], grids: Iterable[tuple[int, int, int]], image_token: int, merge: int) -> Tensor:
+def mrope_positions(ids: Sequence[int], images: Iterable[ImageInput], image_token: int, merge: int) -> Tensor:
     """Return M-RoPE positions (temporal, height, width) of tokens that start at position 0, (3, len(ids)) int64. An
-    iterator of grids is advanced by one grid for each image among the tokens.
+    iterator of images is advanced by one for each image among the tokens.
 
-    Text advances all three rows by one per token. An image spans its merged grid and advances them by the larger of
-    its merged height and width.                                                       Qwen2-VL, arXiv:2409.12191
+    Text advances all three rows by one per token. An image spans its merged grid, and the text after it continues from
+    its largest position: a spatial one or, after a long video, a temporal one.        Qwen2-VL, arXiv:2409.12191
     """
-    grids = iter(grids)
+    images = (part for image in images for part in image.parts)
     columns, position, index = [], 0, 0
     while image_token in ids[index:]:
         n_text = ids.index(image_token, index) - index
         columns.append(torch.arange(position, position + n_text).expand(3, -1))
         position += n_text
-        t, h, w = next(grids)
-        h, w = h // merge, w // merge
-        columns.append(torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w)).t() + position)
-        position += max(h, w)
-        index += n_text + t * h * w
+        image = next(images)
+        t, h, w = image.grid_thw
+        times = (torch.arange(t, dtype=torch.float64) * image.interval).long()
+        spatial = torch.arange(h // merge), torch.arange(w // merge)
+        columns.append(torch.cartesian_prod(times, *spatial).t() + position)
+        position = int(columns[-1].max()) + 1
+        index += n_text + image.n_tokens
     columns.append(torch.arange(position, position + len(ids) - index).expand(3, -1))
     return torch.cat(columns, dim=1)
 
@@ -366,12 +404,12 @@ def mrope_positions(ids: Sequence[int], grids: Iterable[tuple[int, int, int]], i
 def micro_batch_positions(micro: MicroBatch, image_token: int, merge: int) -> Tensor:
     """Return the positions of a micro-batch, (3, T). Those of a segment continue from the token before it in its
     sequence, which may be anywhere earlier in the micro-batch."""
-    ids, grids = micro.ids_T.tolist(), iter([image.grid_thw for image in micro.images])
+    ids, images = micro.ids_T.tolist(), iter(micro.images)
     positions = torch.empty(3, len(ids), dtype=torch.long)
     highest = torch.empty(len(ids), dtype=torch.long)  # largest position of each token and its prefix
     for start, stop, previous in micro.segments:
         first = int(highest[previous]) + 1 if previous >= 0 else 0
-        positions[:, start:stop] = mrope_positions(ids[start:stop], grids, image_token, merge) + first
+        positions[:, start:stop] = mrope_positions(ids[start:stop], images, image_token, merge) + first
         highest[start:stop] = positions[:, start:stop].amax(dim=0).cummax(dim=0).values
     return positions
 
@@ -500,9 +538,12 @@ class Policy(nn.Module):
         ids_1T = torch.tensor([[*prompt.token_ids, *response]], device=device)
         # the marks of image tokens; transformers expects none in a response
         inputs = {"mm_token_type_ids": (ids_1T == self.image_token_id).int()}
-        if prompt.images:
-            inputs["pixel_values"] = torch.cat([image.pixel_values(device) for image in prompt.images])
-            inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in prompt.images], device=device)
+        if images := [part for image in prompt.images for part in image.parts]:
+            inputs["pixel_values"] = torch.cat([image.pixel_values(device) for image in images])
+            inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in images], device=device)
+        if any(image.grid_thw[0] > 1 for image in images):  # a bug in transformers, docs/silent_failures.md
+            positions = mrope_positions(ids_1T[0].tolist(), prompt.images, self.image_token_id, self.merge_size)
+            inputs["position_ids"] = positions[:, None].to(device)
         mask = torch.ones_like(ids_1T)
         hidden_TH = self.hf.model(input_ids=ids_1T, attention_mask=mask, use_cache=False, **inputs)[0][0]
         start, weight_VH = len(prompt.token_ids), self.hf.get_output_embeddings().weight

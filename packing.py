@@ -11,7 +11,7 @@ the micro-batch predicts. In the balancing functions: I items, B bins, D ways to
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
@@ -34,10 +34,13 @@ class TokenBatch:
 
     rollout: Tensor  # int64, index of the token's rollout in the batch
     rollout_logps: Tensor  # the engine's log-probabilities; this and all following columns are fp32
-    n_images: Tensor  # number of images of the rollout
+    n_images: Tensor  # number of images and videos of the rollout
     weights: Tensor | None = None  # weight of the token in the loss (grpo.token_weights); 0: not trained on
     old_logps: Tensor | None = None  # log-probabilities under the old policy (Algorithm.old_policy)
     ref_logps: Tensor | None = None  # log-probabilities under the reference policy
+    view_logps: Tensor | None = None  # under the policy before the update, given a second view of the images
+    teacher_logps: Tensor | None = None  # under the teacher
+    chosen: Tensor | None = None  # 1 for tokens with the penalty of KL-Cov, else 0
     values: Tensor | None = None  # expected returns, computed before the update
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -104,7 +107,7 @@ class MicroBatch:
     turns are separate sequences.
     """
 
-    ids_T: Tensor  # int64, like all tensors here
+    ids_T: Tensor  # int64, like all tensors here except experts_T
     subtree_end_T: Tensor
     # contiguous pieces (start, stop, previous): tokens start to stop - 1, and the position of the token before them in
     # their sequence (-1: none). It is not start - 1 if they continue a shared prefix that is not directly before them
@@ -113,15 +116,28 @@ class MicroBatch:
     hidden_index_K: Tensor
     target_K: Tensor
     token_index_K: Tensor
+    # --replay-experts: the experts to use, (T, layers with experts, experts per token) int16; -1 or None: the model's
+    # own choice
+    experts_T: Tensor | None = None
+    n_other_experts: int = 0  # tokens of sequences that get the experts of another sequence, which differ from theirs
+    differing: list[Tensor] = field(default_factory=list)  # shares of experts that the model itself would not choose
 
     @property
     def n_tokens(self) -> int:
         return len(self.ids_T)
 
+    def set_experts(self, routed: Sequence[tuple[list[int], np.ndarray]]) -> None:
+        """Set the experts of each sequence's tokens, given as (positions, rows). A token that several sequences share
+        gets the experts that the first of them has for it."""
+        experts_T = np.full((self.n_tokens, *routed[0][1].shape[1:]), -1, np.int16)
+        for positions, rows in reversed(routed):
+            experts_T[positions] = rows
+        self.n_other_experts = sum((experts_T[positions] != rows).any(axis=(1, 2)).sum() for positions, rows in routed)
+        self.experts_T = torch.from_numpy(experts_T)
+
     def to(self, device: torch.device) -> "MicroBatch":
-        columns = (self.ids_T, self.subtree_end_T, self.hidden_index_K, self.target_K, self.token_index_K)
-        ids_T, end_T, *trained_columns = copy_together(columns, device)
-        return MicroBatch(ids_T, end_T, self.segments, self.images, *trained_columns)
+        columns = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        return replace(self, **dict(zip(columns, copy_together(list(columns.values()), device), strict=True)))
 
 
 EMPTY_INDEX = torch.zeros(0, dtype=torch.long)
@@ -221,6 +237,7 @@ class TrainSequence(NamedTuple):
     trained: list[int]  # positions of the sampled tokens
     images: list[Any]
     first_row: int  # TokenBatch row of the first sampled token
+    experts: Sequence[np.ndarray]  # those of the first tokens, as in Rollout
 
 
 def training_sequences(rollout: Any, first_row: int = 0) -> list[TrainSequence]:
@@ -230,12 +247,13 @@ def training_sequences(rollout: Any, first_row: int = 0) -> list[TrainSequence]:
     if not rollout.separate_turns:
         start = len(rollout.prompt.token_ids)
         trained = [start + t for t, sampled in enumerate(rollout.response_mask) if sampled]
-        sequence = TrainSequence(rollout.prompt.token_ids + list(rollout.response), trained, images, first_row)
+        tokens = rollout.prompt.token_ids + list(rollout.response)
+        sequence = TrainSequence(tokens, trained, images, first_row, rollout.experts)
         return [sequence] if trained else []  # no token was sampled if the environment failed at once
     turns = []
-    for ids, n_sampled, n_images in rollout.separate_turns:
+    for ids, n_sampled, n_images, experts in rollout.separate_turns:
         trained = list(range(len(ids) - n_sampled, len(ids)))
-        turns.append(TrainSequence(ids, trained, images[:n_images], first_row))
+        turns.append(TrainSequence(ids, trained, images[:n_images], first_row, experts))
         first_row += n_sampled
     return turns
 
@@ -248,7 +266,8 @@ class _PackedSequence:
     def __init__(self, rollout: Any, sequence: TrainSequence, group: Any, image_token: int):
         self.rollout = rollout
         self.group = group
-        self.tokens, self.trained, self.images, self.first_row = sequence
+        self.tokens, self.trained, images, self.first_row, self.experts = sequence
+        self.images = [part for image in images for part in image.parts]
         uid = rollout.prompt.uid
         assert self.trained and self.trained[0] > 0, f"{uid!r}: first sampled token must not be first in the sequence"
         ids = self.tokens[: self.trained[-1]]
@@ -289,6 +308,7 @@ def build_micro_batch(sequences: Sequence[_PackedSequence]) -> MicroBatch:
     ids, end = [], []
     segments, images = [], []
     hidden_index, target, rows = [], [], []
+    routed = []  # (positions of a sequence's input tokens, their experts)
     path: list[int] = []  # positions of the previous sequence's input tokens
     prev: _PackedSequence | None = None
     for seq in sorted(sequences, key=lambda seq: (seq.group, seq.ids)):
@@ -302,6 +322,9 @@ def build_micro_batch(sequences: Sequence[_PackedSequence]) -> MicroBatch:
         starts = zip(seq.images, seq.image_starts, strict=True)
         images += [image for image, start in starts if start >= shared]
         path = [*path[:shared], *positions]
+        if seq.experts:
+            experts = np.concatenate(seq.experts).astype(np.int16)
+            routed.append((path[: len(experts)], experts))
         ids += new
         end += [0] * len(new)
         hidden_index += [path[t - 1] for t in seq.trained]
@@ -312,7 +335,10 @@ def build_micro_batch(sequences: Sequence[_PackedSequence]) -> MicroBatch:
         end[position] = len(ids)
     ids_T, end_T, *columns = (torch.tensor(x, dtype=torch.long) for x in (ids, end, hidden_index, target, rows))
     by_row = columns[-1].argsort()
-    return MicroBatch(ids_T, end_T, segments, images, *(column[by_row] for column in columns))
+    micro = MicroBatch(ids_T, end_T, segments, images, *(column[by_row] for column in columns))
+    if routed:
+        micro.set_experts(routed)
+    return micro
 
 
 def rollouts_flops(rollouts: Sequence[Any], costs: "FlopCosts") -> float:
@@ -323,7 +349,8 @@ def rollouts_flops(rollouts: Sequence[Any], costs: "FlopCosts") -> float:
 def sequences_flops(prompt: Any, sequences: Sequence[Any], costs: "FlopCosts") -> float:
     """Return the FLOPs of a forward pass over sequences, assuming that they share the prompt and nothing after it."""
     later_images = chain.from_iterable(seq.images[len(prompt.images) :] for seq in sequences)
-    patches = [math.prod(image.grid_thw) for image in (*prompt.images, *later_images)]
+    grids = [image.grid_thw for image in (*prompt.images, *later_images)]
+    patches = list(chain.from_iterable([h * w] * t for t, h, w in grids))  # of images and slices
     lengths = [seq.trained[-1] - len(prompt.token_ids) for seq in sequences]
     return group_flops(costs, len(prompt.token_ids), patches, lengths, sum(len(seq.trained) for seq in sequences))
 
@@ -497,7 +524,7 @@ class FlopCosts(NamedTuple):
     pair: float  # per pair of a token and a token that it attends to, in the layers with full attention
     trained_token: float  # per row of logits
     patch: float  # per image patch, in the matrix products of the vision tower
-    image_pair: float  # per pair of patches in an image, in the tower's layers with full attention
+    image_pair: float  # per pair of patches in an image or slice, in the tower's layers with full attention
     window_pair: float  # per pair of patches in a window, in the tower's layers with window attention
     window: int  # number of patches in a window
 

@@ -1,4 +1,4 @@
-"""Convert data from any source to one parquet file, and read such files. Only this file knows the on-disk format.
+"""Convert data from any source to one parquet file, and read such files. No other code knows the on-disk format.
 
     python prepare_data.py geo3k --input hiyouga/geometry3k --split train --out geo3k.parquet
     python prepare_data.py shapes --toy --n 2000 --split train --out shapes.parquet
@@ -7,8 +7,9 @@
     python prepare_data.py inspect geo3k.parquet --model Qwen/Qwen2.5-VL-7B-Instruct
 
 Columns: data_source string, prompt list<struct<role, content>>, images list<struct<bytes, path>>,
-reward_model struct<style, ground_truth>, extra_info struct<split, index, uid, ...>. Each literal <image> in a
-prompt stands for one image, in order. Image files are stored unchanged, byte for byte.
+videos list<struct<frames list<binary>, fps>>, reward_model struct<style, ground_truth>,
+extra_info struct<split, index, uid, ...>. Each literal <image> and <video> in a prompt stands for one image or video,
+in order. Image files are stored unchanged, byte for byte; of a video file, only the chosen frames are stored.
 """
 
 import fcntl
@@ -18,11 +19,10 @@ import os
 import re
 import shutil
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -39,11 +39,12 @@ from rewards.grade import check_tasks
 from settings import REQUIRED, FlagParser, PixelConfig, add_flags, build_config, flag_field, flag_name
 from sources import content, tables
 from sources.content import IMAGE_PLACEHOLDER, TRUTH, drop_none, split_column_names, template_columns
-from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
-from sources.lazy_images import LazyImages, RowLocation, print_once, row_locations
-from sources.tables import File, Record, expand_data_paths, open_parquet
+from sources.images import FORMATS, IMAGE_ERRORS, decode_image  # noqa: F401, for readers
+from sources.lazy_images import RowLocation, load_images, print_once, row_locations, sizes_of
+from sources.tables import File, Record, expand_data_paths, open_parquet, summarise_bad_rows
+from sources.videos import Video, VideoConfig, load_videos
 
-ROLES, VIDEO_COLUMNS = ("system", "user", "assistant", "tool"), ("videos", "video")
+ROLES = ("system", "user", "assistant", "tool")
 PROMPT_SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^<>|]+\|>")  # tokenizers such as Qwen's read this as one special token
 MAX_DEPTH = 32  # levels of lists and objects in a row
 DECODE_THREADS = 8  # threads that check rows: decoding and fetching release the GIL
@@ -55,7 +56,7 @@ ROW_GROUP_BYTES = 4 << 20  # reading a row reads its whole group, in 2 ms; a foo
 @dataclass(frozen=True, slots=True)
 class Example:
     """A checked row. `images` are encoded image files that can be decoded, one per <image> placeholder, in order. Those
-    of a parquet file are read when they are used."""
+    of a parquet file, and the frames of its videos, are read when they are used."""
 
     uid: str
     data_source: str
@@ -63,6 +64,7 @@ class Example:
     images: Sequence[bytes]
     ground_truth: str
     extra: dict
+    videos: Sequence[Video] = ()  # one per <video> placeholder, in order
 
     @property
     def pil_images(self) -> list[Image.Image]:
@@ -72,8 +74,12 @@ class Example:
     @property
     def image_sizes(self) -> list[tuple[int, int]]:
         """Return (width, height) of each image."""
-        lazy = isinstance(self.images, LazyImages)
-        return list(self.images.sizes) if lazy else [image.size for image in self.pil_images]
+        return sizes_of(self.images)
+
+    @property
+    def video_sizes(self) -> list[tuple[int, float, tuple[int, int]]]:
+        """Return (number of frames, frames per second, (width, height)) of each video."""
+        return [(len(video.frames), video.fps, sizes_of(video.frames)[0]) for video in self.videos]
 
 
 @dataclass(slots=True)
@@ -86,7 +92,7 @@ class RawRow:
     root: File = Path()  # where relative image paths start
     name: str = ""  # name of the file in uids
     image_source: RowLocation | None = None  # where its images are read from
-    placeholders_added: bool = False  # whether its prompt had images but no placeholders
+    placeholders_added: bool = False  # whether its prompt had images or videos but no placeholders for them
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,8 @@ class DataFormatConfig:
     answer_key: str = flag_field(TRUTH, "dataset column of the ground truth; several (country,city) become one JSON "
                                  "object")
     data_source: str | None = flag_field(None, "task of every row, such as geo3k; overrides the data_source column")
-    instruction: str = flag_field("", "text appended to prompts that do not end with it, or the name of a task, for "
-                                  "that task's instruction")
+    instruction: str = flag_field("", "text to append to prompts that do not end with it; the name of a task stands "
+                                  "for that task's instruction")
     bad_rows: str = flag_field("error", "on unreadable or invalid rows: stop with an error, or skip and count them",
                                choices=("error", "skip"))
     image_root: str | None = flag_field(None, "folder that relative image paths are resolved against; paths outside it "
@@ -116,7 +122,7 @@ class DataFormatConfig:
         """Return all columns with a fixed meaning; the others are extra information about a row."""
         keys = [self.image_key, self.answer_key] + [self.prompt_key] * (not self.prompt_template)
         names = [name for key in keys for name in (key, *split_column_names(key, ()))]
-        return {*names, "data_source", "reward_model", "extra_info", *VIDEO_COLUMNS}
+        return {*names, "data_source", "reward_model", "extra_info", *content.VIDEO_COLUMNS}
 
     def check_columns(self, columns: Iterable[str], file: File) -> None:
         """Raise UserError if a file lacks a column that the settings name."""
@@ -127,8 +133,10 @@ class DataFormatConfig:
         for setting_name, names in named.items():
             for name in names:
                 column = "reward_model" if name == TRUTH else name
-                need(column in columns, f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct "
-                     f"{flag_name(setting_name)}")
+                no_images = name in ("image", "images") and {*content.VIDEO_COLUMNS} & {*columns}
+                need(no_images or column in columns,
+                     f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct {flag_name(setting_name)}; "
+                     "rows of image, question and answer are converted by prepare_data.py vqa --input FILE")
 
 
 @dataclass(frozen=True)
@@ -144,19 +152,19 @@ class DataConfig(DataFormatConfig):
 
 
 @dataclass(frozen=True)
-class ConvertConfig(DataFormatConfig):
+class ConvertConfig(DataFormatConfig, VideoConfig):
     """Output file"""
 
     out: str = flag_field(REQUIRED, "parquet file to write", metavar="FILE")
     split: str = flag_field("train", "split to read or generate; stored in extra_info", choices=tuple(tables.SPLITS))
-    limit: int | None = flag_field(None, "max valid rows to write: the first ones (default: all)", least=1)
+    limit: int | None = flag_field(None, "number of valid rows to write, from the first on (default: all)", least=1)
     inspect: bool = flag_field(False, "also print rows and statistics of the written file")
     input: tuple[str, ...] = flag_field((), "files, globs or URLs (s3://...); for parquet also folders", metavar="FILE")
     system: str = flag_field("", "system message put before each prompt")
-    prompt_template: str = flag_field("", "prompt built from columns: '<image>{question}\\nChoices: {choices}'",
+    prompt_template: str = flag_field("", "prompt, with columns in braces: '<image>{question}\\nChoices: {choices}'",
                                       metavar="TEXT")
-    url_timeout: float = flag_field(20.0, "seconds per try to fetch an image", above=0)
-    url_max_mb: float = flag_field(32.0, "max size of an image from a URL, in MiB", above=0)
+    url_timeout: float = flag_field(20.0, "seconds per try to fetch an image or a video", above=0)
+    url_max_mb: float = flag_field(32.0, "max size of an image or a video from a URL, in MiB", above=0)
     url_tries: int = flag_field(3, "tries per URL", least=1)
     url_private: bool = flag_field(False, "also fetch from private, loopback and link-local addresses")
 
@@ -170,16 +178,9 @@ class ConvertConfig(DataFormatConfig):
 class ToyConfig(ConvertConfig):
     """Toy rows"""
 
-    toy: bool = flag_field(False, "generate toy rows with the task's file, instead of reading files")
+    toy: bool = flag_field(False, "generate toy rows instead of reading files")
     n: int = flag_field(1000, "number of toy rows", least=1)
     seed: int = flag_field(0, "random seed for the toy rows")
-
-
-@dataclass(frozen=True)
-class UnconvertedConfig(ToyConfig):
-    """Settings to train directly on files that are not in our format"""
-
-    fetch = None
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class InspectConfig(DataFormatConfig, PixelConfig):
     """Inspection"""
 
     file: str = flag_field(REQUIRED, "parquet file, folder of shards, glob or comma-separated list", positional=True)
-    limit: int | None = flag_field(None, "max valid rows to read: the first ones (default: all)", least=1)
+    limit: int | None = flag_field(None, "number of valid rows to read, from the first on (default: all)", least=1)
     rows: int = flag_field(3, "number of rows to print in full", least=0)
     model: str | None = flag_field(None, "model or processor to count prompt tokens with")
 
@@ -217,7 +218,6 @@ def build_messages(prompt: object, system: str, instruction: str) -> list[dict]:
         need(not others, f"message {i} has unsupported fields: {', '.join(others)}; remove them")
         for token in PROMPT_SPECIAL_TOKEN_PATTERN.findall(text):
             raise UserError(f"message {i} contains the special token {token!r}; remove or rephrase it")
-        need("<video>" not in text, f"message {i} contains <video>, but videos are not supported; remove such rows")
         messages.append({"role": role, "content": text})
     user_messages = [m for m in messages if m["role"] == "user"]
     need(any(m["content"].strip() for m in user_messages), "empty prompt: no user message has any text")
@@ -228,29 +228,16 @@ def build_messages(prompt: object, system: str, instruction: str) -> list[dict]:
     return messages
 
 
-def load_images(cells: list, raw: RawRow, reading: DataFormatConfig) -> Sequence[bytes]:
-    """Return the encoded files of image cells after decoding each once as a check. For rows of a parquet file that is
-    only read, return LazyImages."""
-    images, sizes = [], []
-    for i, cell in enumerate(cells):
-        try:
-            images.append(image_bytes(cell, raw.root, reading.fetch, reading.image_root))
-            sizes.append(check_decodes(images[i]))
-        except UserError as e:
-            raise UserError(f"image {i} {e}") from e
-    return LazyImages(raw.image_source, tuple(sizes), tuple(map(zlib.crc32, images))) if raw.image_source else images
-
-
-def add_image_placeholders(messages: list[dict], n_images: int) -> bool:
-    """Put a placeholder for each image at the start of a prompt without any, and return whether that was needed. Raise
-    UserError if a prompt has some placeholders, but not one per image."""
-    n_placeholders = sum(m["content"].count(IMAGE_PLACEHOLDER) for m in messages)
-    need(n_placeholders in (0, n_images),
-         f"{n_placeholders} {IMAGE_PLACEHOLDER} placeholders in the prompt but {n_images} images; write one per image, "
-         "or correct --image-key")
+def add_placeholders(messages: list[dict], n: int, placeholder: str) -> bool:
+    """Put a placeholder for each of n images or videos at the start of a prompt without any, and return whether that
+    was needed. Raise UserError if a prompt has some placeholders, but not one for each."""
+    n_placeholders, kind = sum(m["content"].count(placeholder) for m in messages), placeholder.strip("<>")
+    remedy = "or correct --image-key" if placeholder == IMAGE_PLACEHOLDER else "in the column videos"
+    need(n_placeholders in (0, n), f"{placeholder} placeholders in the prompt: {n_placeholders}; {kind}s: {n}; write "
+         f"one per {kind}, {remedy}")
     first = next(m for m in messages if m["role"] == "user")
-    first["content"] = IMAGE_PLACEHOLDER * (n_images - n_placeholders) + first["content"]
-    return n_images > n_placeholders
+    first["content"] = placeholder * (n - n_placeholders) + first["content"]
+    return n > n_placeholders
 
 
 def build_extra_info(record: dict, reading: DataFormatConfig, reward_model: dict) -> dict:
@@ -273,12 +260,11 @@ def build_example(raw: RawRow, reading: DataFormatConfig) -> Example:
         raise UserError(record)
     levels = MAX_DEPTH - 1 if reading.split else MAX_DEPTH  # a column may be written one level deeper, into extra_info
     need(not content.is_too_deep(record, levels), f"nested more than {levels} levels deep")
-    videos = [key for key in VIDEO_COLUMNS if key != reading.image_key and record.get(key)]
-    need(not videos, f"column {' and '.join(videos)} is not empty, but videos are not supported; remove such rows")
-    prompt, cells = content.row_content(record, reading.prompt_key, reading.image_key, reading.prompt_template)
+    prompt, *cells = content.row_content(record, reading.prompt_key, reading.image_key, reading.prompt_template)
     messages = build_messages(prompt, reading.system, resolve_instruction(reading.instruction))
-    images = load_images(cells, raw, reading)
-    raw.placeholders_added = add_image_placeholders(messages, len(images))
+    images, videos = load_images(cells[0], raw, reading), load_videos(cells[1], raw, reading)
+    counts = {content.VIDEO_PLACEHOLDER: len(videos), IMAGE_PLACEHOLDER: len(images)}  # images last, to be first
+    raw.placeholders_added = any([add_placeholders(messages, n, mark) for mark, n in counts.items()])
     reward_model = record.get("reward_model") if isinstance(record.get("reward_model"), dict) else {}
     truth = content.row_truth(record | {TRUTH: reward_model.get("ground_truth")}, reading.answer_key)
     extra = build_extra_info(record, reading, reward_model)
@@ -295,7 +281,7 @@ def build_example(raw: RawRow, reading: DataFormatConfig) -> Example:
     uid = str(extra.get("uid", f"{source or 'data'}/{extra.get('split', '-')}/{file}{index}"))
     with as_user_error(UnicodeEncodeError, "text is not UTF-8; save the file as UTF-8"):
         json.dumps([messages, truth, extra, uid, source], ensure_ascii=False, default=str).encode()
-    return Example(uid, source, messages, images, truth, extra)
+    return Example(uid, source, messages, images, truth, extra, videos)
 
 
 # ---------------------------------------------------------------------------------------------------- checking all rows
@@ -343,8 +329,8 @@ def valid_examples(
         if len(taken) == limit:
             break
     if n_changed:
-        print_once(f"added {IMAGE_PLACEHOLDER} placeholders, one per image, at the start of {n_changed} prompts that "
-                   "had images but no placeholders")
+        print_once(f"added {IMAGE_PLACEHOLDER} or <video> placeholders, one per image or video, at the start of "
+                   f"{n_changed} prompts that had images or videos but no placeholders for them")
     check_bad_rows(bad, len(taken), reading.bad_rows)
 
 
@@ -353,14 +339,9 @@ def check_bad_rows(bad: list[str], n_valid: int, bad_rows: str) -> None:
     valid."""
     if bad and (bad_rows == "error" or not n_valid):
         lines = "\n  ".join(summarise_bad_rows(bad))
-        remark = " (parquet rows count from 0)" if re.search(r" row \d+: ", lines) else ""  # text files have lines
+        remark = " (parquet rows count from 0)" if re.search(r" rows? \d", lines) else ""  # text files have lines
         remedy = "Fix them, or pass --bad-rows skip to leave them out." if n_valid else "Fix them."
         raise UserError(f"{len(bad)} of {len(bad) + n_valid} rows are bad{remark}:\n  {lines}\n{remedy}")
-
-
-def summarise_bad_rows(bad: list[str]) -> list[str]:
-    """Return the first few lines, and a line with the number of the others."""
-    return bad[:5] + [f"... and {len(bad) - 5} more"] * (len(bad) > 5)
 
 
 def print_left_out(bad: list[str]) -> None:
@@ -427,9 +408,9 @@ def read_examples(
 ) -> tuple[list[Example], list[str]]:
     """Read and check parquet files in our format, verl's or EasyR1's (prompt_key="problem", answer_key="answer").
 
-    Files without a prompt column are read like the input of a task, see `unconverted_config`. Return the first `limit`
-    valid examples, and one line per row left out (only with bad_rows="skip"). The data_source is "" if the file has
-    none. Raise UserError that names file, row, reason and fix. `check` is described in `valid_examples`.
+    Return the first `limit` valid examples, and one line per row left out (only with bad_rows="skip"). The data_source
+    is "" if the file has none. Raise UserError that names file, row, reason and fix. `check` is described in
+    `valid_examples`.
     """
     for name in (*(path if isinstance(path, list) else [path]), reading.image_root or ""):
         need(not tables.url_scheme(str(name)),
@@ -437,30 +418,12 @@ def read_examples(
     files = expand_data_paths(path)
     for file in files:
         need(file.suffix not in (".jsonl", ".csv"),
-             f"{file} is not a parquet file; run prepare_data.py {file.suffix[1:]} --input {file} --out F.parquet")
+             f"{file} is not a parquet file; run prepare_data.py SOURCE --input {file} --out F.parquet; SOURCE is vqa "
+             f"for columns image, question and answer, {file.suffix[1:]} for others")
     bad: list[str] = []
-    unconverted = unconverted_config(files, reading)
-    rows = source_rows(unconverted.data_source, unconverted) if unconverted else lazy_parquet_rows(files, reading)
-    examples = list(valid_examples(rows, unconverted or reading, bad, limit, check))
+    examples = list(valid_examples(lazy_parquet_rows(files, reading), reading, bad, limit, check))
     pa.default_memory_pool().release_unused()
     return examples, bad
-
-
-def unconverted_config(files: list[Path], reading: DataFormatConfig) -> UnconvertedConfig | None:
-    """Return the settings to read files without a prompt column like the input of a task (--data-source, or vqa), such
-    as hub datasets with question, image and answer. Return None if the files have a prompt column (`prompt` or
-    --prompt-key), or lack the prompt column that the task reads by default."""
-    task = find_tasks().get(reading.data_source or "vqa")
-    defaults, columns = getattr(task, "DEFAULTS", {}), tables.parquet_columns(files[0])
-    if {"prompt", reading.prompt_key} & {*columns} or defaults.get("prompt_key") not in columns:
-        return None
-    changed = {f.name: getattr(reading, f.name)
-               for f in fields(DataFormatConfig) if getattr(reading, f.name) != f.default}
-    settings = {"data_source": "vqa", "input": tuple(map(str, files)), "out": ""}
-    cfg = UnconvertedConfig(**(settings | defaults | changed))
-    print_once(f"{files[0]}: all images are kept in memory; run prepare_data.py {cfg.data_source} --input {files[0]} "
-               "--out F.parquet to write a file from which images are read when they are used")
-    return cfg
 
 
 def lazy_parquet_rows(files: list[Path], reading: DataFormatConfig) -> Iterator[RawRow]:
@@ -478,6 +441,7 @@ SCHEMA = pa.schema({
     "data_source": pa.string(),
     "prompt": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})),
     "images": pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})),
+    "videos": pa.list_(pa.struct({"frames": pa.list_(pa.binary()), "fps": pa.float64()})),
     "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
 })  # and extra_info, a struct whose fields depend on the data
 
@@ -488,7 +452,7 @@ def row_groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
     size = 0
     for example in examples:
         group.append(example)
-        size += sum(map(len, example.images))
+        size += sum(map(len, itertools.chain(example.images, *(video.frames for video in example.videos))))
         if len(group) == ROW_GROUP_ROWS or size >= ROW_GROUP_BYTES:
             yield group
             group, size = [], 0
@@ -502,6 +466,7 @@ def example_to_record(e: Example) -> dict:
         "data_source": e.data_source,
         "prompt": e.messages,
         "images": [{"bytes": data} for data in e.images],
+        "videos": [{"frames": list(video.frames), "fps": video.fps} for video in e.videos] or None,
         "reward_model": {"style": "rule", "ground_truth": e.ground_truth},
     }
 
@@ -547,9 +512,9 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
 
 
 TABLE_SOURCES: dict[str, tuple[Reader, str, str]] = {  # reader, default --answer-key, help
-    "jsonl": (partial(text_records, file_type="jsonl"), "answer", "One JSON object per line."),
-    "csv": (partial(text_records, file_type="csv"), "answer", "A header line first; images in a cell as a JSON list."),
-    "parquet": (parquet_records, TRUTH, "Any layout; columns without a meaning here go to extra_info."),
+    "jsonl": (partial(text_records, file_type="jsonl"), "answer", "A JSONL file: one JSON object per line."),
+    "csv": (partial(text_records, file_type="csv"), "answer", "A CSV file with a header line; lists as JSON."),
+    "parquet": (parquet_records, TRUTH, "A parquet file of any layout; unknown columns go to extra_info."),
 }
 
 
@@ -581,7 +546,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[str, ConvertConfig | Insp
     for name, task in find_tasks().items():
         config = ToyConfig if hasattr(task, "toy") else ConvertConfig
         commands[name] = ((task.__doc__ or name).partition("\n")[0], config, getattr(task, "DEFAULTS", {}))
-    commands["inspect"] = ("Print rows, counts and statistics of parquet file(s).", InspectConfig, {})
+    commands["inspect"] = ("Print rows, counts and statistics of parquet files.", InspectConfig, {})
     for name, (about, config, defaults) in commands.items():
         command = sources.add_parser(name, help=about, description=about)
         add_flags(command, config)

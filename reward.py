@@ -51,8 +51,8 @@ def names_no_file(option: Any) -> bool:
 class RewardConfig:
     """Reward"""
 
-    reward: tuple[str, ...] = flag_field((), "reward functions that replace the tasks' own, for all rows or one "
-                                         "task's; docs/rewards.md", metavar="[TASK=]FILE.py:FUNCTION", from_run=never)
+    reward: tuple[str, ...] = flag_field((), "reward functions that replace those of the tasks, for all rows or for "
+                                         "one task; docs/rewards.md", metavar="[TASK=]FILE.py:FUNCTION", from_run=never)
     reward_errors: str = flag_field("drop", "responses whose reward fails: drop them, give reward zero, or stop the "
                                     "run", choices=("drop", "zero", "stop"))
     reward_timeout: float = flag_field(30.0, "seconds per reward call; not enforced with --reward-workers 0", above=0)
@@ -164,8 +164,8 @@ def find_task(example: Any) -> Task:
     if name not in TASKS:
         known_tasks = ", ".join(sorted({task.name for task in TASKS.values()}))
         raise UserError(
-            f"row {example.uid!r}: no reward for data_source {example.data_source!r} (task {name!r}); known tasks: "
-            f"{known_tasks}. Name the task with --data-source, or pass your own reward with --reward FILE.py:FUNCTION"
+            f"no reward for data_source {example.data_source!r} (task {name!r}); known tasks: {known_tasks}. Name the "
+            "task with --data-source, or pass your own reward with --reward FILE.py:FUNCTION"
         )
     return TASKS[name]
 
@@ -314,10 +314,6 @@ def short_repr(value: Any) -> str:
     return f"an integer of {value.bit_length()} bits" if is_huge else f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-class RemoteRewardError(Exception):
-    """Raised for a reward that failed in a worker process; the message contains the traceback from there."""
-
-
 @dataclass(frozen=True)
 class RewardFailure:
     """The result of a reward call that failed, in place of its named rewards."""
@@ -325,8 +321,7 @@ class RewardFailure:
     kind: str  # "errors" or "timeouts", as in the metrics
     what: str  # type of the exception, or a short description
     line: str  # the error message
-    trace: str = ""
-    is_user_error: bool = False  # a UserError, which is shown without a traceback
+    trace: str = ""  # the traceback; none for a UserError
     error: BaseException | None = None  # the exception, if it was raised in this process
 
     @classmethod
@@ -336,11 +331,11 @@ class RewardFailure:
         if is_user_error:
             line = printable(str(error).strip().partition("\n")[0])
         trace = "" if is_user_error or getattr(error, "in_a_line", False) else users_traceback(error)
-        return cls("errors", type(error).__name__, line, trace, is_user_error, error)
+        return cls("errors", type(error).__name__, line, trace, error)
 
     def exception(self) -> BaseException:
-        return self.error or (UserError(self.line) if self.is_user_error
-                              else RemoteRewardError(f"{self.line}\n{self.trace}"))
+        """Return the exception, or if it was raised in a worker process, a UserError with the traceback from there."""
+        return self.error or UserError(f"{self.line}\n{self.trace}".strip())
 
 
 RewardOutcome = dict[str, float] | RewardFailure

@@ -19,11 +19,13 @@ from itertools import chain, product
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 
 from errors import need, plug_in, printable
-from grpo import Algorithm, overlong_penalty
+from grpo import Algorithm, change_prompts, overlong_penalty, select_rollouts
+from layers.video import encode_prompt, frames_to_patches
 from model import ImageInput, Processor
 from packing import TrainBatch
 from prepare_data import DataFormatConfig, Example, check_bad_rows, decode_image, read_examples
@@ -39,13 +41,17 @@ class Prompt:
 
     uid: str
     token_ids: list[int]
-    images: list[ImageInput]
+    images: list[ImageInput]  # and videos, in the order of their tokens
     example: Example
-    unexpanded_ids: list[int]  # token ids with one placeholder per image, for engines that expand them
-    blank: bool = False  # whether every image was replaced by a white one
+    unexpanded_ids: list[int]  # token ids with one placeholder per image or video, for engines that expand them
+    blank: bool = False  # whether every image and frame was replaced by a white one
     initial_example: Example | None = None  # the example as the environment's reset returned it (default: `example`)
     # what rewards get besides the example; None until it is known which step trains on this prompt
     context: RewardContext | None = None
+    noised: "Prompt | None" = None  # the same prompt with noised images, from which the last n_noised samples are drawn
+    n_noised: int = 0
+    view_of: "Prompt | None" = None  # of a prompt with noised images: the one without noise
+    experts: np.ndarray | None = None  # of its tokens, from a response (Rollout.add_experts)
 
     def __post_init__(self):
         self.initial_example = self.initial_example or self.example
@@ -66,6 +72,7 @@ class TurnSequence(NamedTuple):
     ids: list[int]
     n_sampled: int  # length of the response, which is the end of `ids`
     n_images: int  # number of images in `ids`: of the prompt's and then the observations' images, the first n_images
+    experts: Sequence[np.ndarray] = ()  # as in Rollout
 
 
 @dataclass(eq=False)
@@ -77,25 +84,47 @@ class Rollout:
     response: list[int] = field(default_factory=list)  # token ids after the prompt, an episode's observations included
     response_mask: list[bool] = field(default_factory=list)  # True for tokens that the policy sampled
     logprobs: list[float] = field(default_factory=list)  # the engine's log-probability of each sampled token, in nats
-    finish_reason: str = ""  # "stop" (an end token), "length", "error" (reward or environment failed: not trained on)
+    # "stop" (an end token), "length", or not trained on: "error" (reward or environment failed), "unselected" (PODS)
+    finish_reason: str = ""
     text: str = ""  # text of the response; in an episode, of the last response
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
     n_turns: int = 1  # number of responses
     ended_by: str = ""  # "response" or, for episodes, one of EPISODE_END_REASONS; empty before the end
     env_failure: str = ""  # "errors" or "timeouts" if the environment failed
     failure_line: str = ""  # the message of that failure
-    images: list[ImageInput] = field(default_factory=list)  # images of observations, in order
+    images: list[ImageInput] = field(default_factory=list)  # images and videos of observations, in order
+    # the token ids of each observation with one placeholder per image or video, as in Prompt.unexpanded_ids
+    unexpanded_observations: list[list[int]] = field(default_factory=list)
     messages: list[dict] = field(default_factory=list)  # episodes: the messages after the prompt
     turn_rewards: list[float] = field(default_factory=list)  # the environment's reward of each turn, discounted
     discount: float = 1.0  # factor applied to the last response's own reward: turn_gamma^(n_turns - 1)
     env_rewards: dict[str, float] = field(default_factory=dict)  # the environment's named rewards, summed over turns
     separate_turns: list[TurnSequence] = field(default_factory=list)  # set if the chat template rewrote earlier turns
     versions: list[int] = field(default_factory=list)  # version of the weights that sampled each token in `logprobs`
+    noised: bool = False  # was it sampled from noised images?
+    # --replay-experts: the engine's experts for the tokens from the prompt's first on, as uint8 or uint16 arrays
+    # (tokens, layers with experts, experts per token)
+    experts: list[np.ndarray] = field(default_factory=list)
 
     @property
     def reward(self) -> float:
         """Return the total reward, or NaN if the reward failed."""
         return self.rewards.get("reward", math.nan)
+
+    @property
+    def n_routed(self) -> int:
+        """Return the number of tokens, from the prompt's first on, whose experts are known."""
+        return sum(map(len, self.experts))
+
+    def add_experts(self, rows: np.ndarray) -> None:
+        """Append the experts of the tokens after the first n_routed. The responses of a prompt share one array for the
+        prompt's tokens if the engine chose the same experts for all of them."""
+        if not self.experts:
+            of_prompt, rows = np.split(rows, [len(self.prompt.token_ids)])
+            if not np.array_equal(of_prompt, self.prompt.experts):
+                self.prompt.experts = of_prompt.copy()
+            self.experts.append(self.prompt.experts)
+        self.experts.append(rows.copy())  # a view would keep the prompt's rows in memory
 
     @property
     def accuracy(self) -> float:
@@ -116,7 +145,18 @@ class Rollout:
 
 def start_rollouts(prompts: Sequence[Prompt], n: int) -> list[Rollout]:
     """Return n rollouts of each prompt, which have no response yet."""
-    return [Rollout(prompt, index) for prompt, index in product(prompts, range(n))]
+    pairs = product(prompts, range(n))
+    return [Rollout(p.noised if p.noised and index >= n - p.n_noised else p, index) for p, index in pairs]
+
+
+def remove_noise(rollouts: Sequence[Rollout]) -> None:
+    """Give rollouts that were sampled from noised images the prompt with the images themselves, which they are trained
+    with. Their engine's log-probabilities become NaN, and its experts are dropped: they belong to other images."""
+    for r in rollouts:
+        if r.prompt.view_of:
+            r.prompt, r.noised, r.logprobs = r.prompt.view_of, True, [math.nan] * len(r.logprobs)
+            r.experts, r.separate_turns = [], [turn._replace(experts=()) for turn in r.separate_turns]
+        r.prompt.noised = None  # other ranks do not need its images
 
 
 RolloutCallback = Callable[[Rollout], None]  # an engine calls it with each finished rollout
@@ -193,18 +233,18 @@ def make_prompts(
     reset_fn: ResetFn = identity,
     context: RewardContext | None = None,
 ) -> list[Prompt]:
-    """Decode the images of examples and tokenize their messages. With `blank`, replace every image by a white one of
-    the same size, to measure how many answers are correct without the image."""
+    """Decode the images and videos of examples and tokenize their messages. With `blank`, replace every image and frame
+    by a white one of the same size, to measure how many answers are correct without them."""
 
-    @cache  # examples may share an image
+    @cache  # examples may share an image or a frame
     def prepare(data: bytes) -> ImageInput:
         return preprocess_image(decode_image(data), processor, blank, hashlib.sha1(data).hexdigest())
 
     def make_prompt(example: Example) -> Prompt:
         initial = reset_fn(example)
         images = list(map(prepare, initial.images))
-        unexpanded_ids = processor.tokenize_messages(initial.messages)
-        ids = processor.expand_image_tokens(unexpanded_ids, images)
+        images += [frames_to_patches(processor, map(prepare, video.frames), video.fps) for video in initial.videos]
+        ids, images, unexpanded_ids = encode_prompt(processor, initial.messages, images)
         return Prompt(example.uid, ids, images, example, unexpanded_ids, blank, initial, context)
 
     with ThreadPoolExecutor(4) as pool:  # decoding and resizing release the GIL
@@ -233,7 +273,8 @@ def filter_prompts(
         if special := dict.fromkeys(chain.from_iterable(p.special_tokens_in(initial.messages) for p in processors)):
             bad.append(printable(f"{example.uid!r}: {SPECIAL_TOKEN_REASON} {', '.join(special)}; remove or reword it"))
             continue
-        n = max(p.count_tokens(initial.messages, initial.image_sizes) for p in processors)
+        sizes = initial.image_sizes, initial.video_sizes
+        n = max(p.count_tokens(initial.messages, *sizes) for p in processors)
         if n > max_tokens:
             dropped.append(f"{example.uid!r}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
         else:
@@ -320,6 +361,8 @@ class RolloutConfig:
     rollout: str = flag_field("auto", "rollout engine; auto: vllm on a GPU if it is installed, else hf",
                               choices=ENGINES)
     vllm: tuple[str, ...] = flag_field((), VLLM_HELP, metavar="KEY=VALUE", from_run=plain_pair)
+    replay_experts: bool = flag_field(False, "mixtures of experts: train each token with the experts that the engine "
+                                      "chose for it (R3, rollout routing replay)")
 
     def check(self, world: int, minibatches: int) -> None:
         divisor = world * minibatches
@@ -412,6 +455,7 @@ class Engine:
     dtype: torch.dtype  # dtype of the engine's weights; a weight sync casts to it
     has_all_weights = False  # whether load_weights has set every tensor; until then a sync also sends frozen weights
     weights_version = 0  # each update of the weights adds 1
+    expert_layers: Sequence[int] = ()  # --replay-experts: the layers whose experts rollouts get (Rollout.experts)
 
     def __init__(self, should_stop: Callable[[], bool] = never_stop):
         """`should_stop` returns True if the run has to end; the engine then stops sampling."""
@@ -482,15 +526,17 @@ class PromptBatch(Sequence[Prompt]):
     batch that is sampled ahead, this happens in a separate thread."""
 
     position: int  # position of the batch in the data
+    step: int  # the step that trains on it, as far as is known when it is drawn
     uids: set[str]  # uids of the whole batch, over all processes
     examples: list[Example]
     sampling: SamplingParams
     make: Callable[..., list[Prompt]]
+    change: Callable[[list[Prompt], int], list[Prompt]]  # changes the prompts for a training step
     context: RewardContext | None  # None until the step that trains on the batch is known
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        return self.make(self.examples, context=self.context)
+        return self.change(self.make(self.examples, context=self.context), self.step)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -507,6 +553,7 @@ class Batches:
         self.cfg = cfg
         self.curriculum = curriculum
         self.make = partial(make_prompts, processor=processor, reset_fn=reset_fn)
+        self.change = lambda prompts, step: change_prompts(prompts, cfg.algo, cfg.run.seed, step, cfg.run.steps)
         self.ctx = ctx
         self.state: Any = None  # train.TrainState of the current step
         self.prepared: dict[int, PromptBatch] = {}  # by position: batches of this step and later ones
@@ -530,7 +577,7 @@ class Batches:
         examples = self.curriculum.select_batch(step, first, position - first, self.state.curriculum, ahead)
         part, context = examples[self.ctx.rank :: self.ctx.world], self._context(step, position) if step_known else None
         uids, sampling = {example.uid for example in examples}, self.sampling(position)
-        self.prepared[position] = PromptBatch(position, uids, part, sampling, self.make, context)
+        self.prepared[position] = PromptBatch(position, step, uids, part, sampling, self.make, self.change, context)
         return self.prepared[position]
 
     def sampling(self, position: int, attempt: int = 0) -> SamplingParams:
@@ -565,6 +612,7 @@ class GroupPool:
 
     def add(self, rollouts: Sequence[Rollout], rewards: Sequence[Mapping[str, float] | None]) -> None:
         """Add this process's rollouts of a batch and their rewards; collective over all processes."""
+        remove_noise(rollouts)
         assign_rewards(rollouts, rewards, self.algo, self.max_new_tokens)
         size = self.algo.group_size
         indices = range(self.ctx.rank, self.target_groups, self.ctx.world)
@@ -572,8 +620,10 @@ class GroupPool:
         # has_signal ignores length penalties, because they do not separate right answers from wrong ones:
         # arXiv:2503.14476, section 3.2
         graded = {key: [r for r in group if r.rewards] for key, group in groups.items()}
-        signals = {key: len({r.task_reward for r in group}) > 1 for key, group in graded.items()}
-        accuracies = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in graded.values() if group}
+        trained = {key: [r for r in select_rollouts(group, self.algo) if r.rewards] for key, group in groups.items()}
+        signals = {key: len({r.task_reward for r in group}) > 1 for key, group in trained.items()}
+        clean = {key: [r for r in group if not r.noised] or group for key, group in graded.items()}
+        accuracies = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in clean.values() if group}
         for rank_signals, rank_accuracies in self.ctx.gather((signals, accuracies)):
             self.has_signal |= rank_signals
             self.mean_accuracy |= rank_accuracies

@@ -16,16 +16,19 @@ import argparse
 import json
 import math
 import operator
+import os
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from errors import UserError, as_user_error, nearest, need
+from errors import UserError, as_user_error, nearest, nearest_path, need, printable
 
 REQUIRED = MISSING  # the default of a setting that must be given
 BOUNDS = {"least": ("at least", operator.ge), "above": ("above", operator.gt), "most": ("at most", operator.le)}
@@ -58,10 +61,11 @@ def flag_field(
     default: Any, help: str, choices: Sequence[str] = (), metavar: str = "", positional: bool = False,
     from_run: Callable[[Any], bool] = always, part_of: str = "", key: bool = False, **bounds: float,
 ) -> Any:  # fmt: skip
-    """Return a dataclass field that is also a flag: an int, float, str or bool, one of these | None, or a tuple[str,
-    ...]. `bounds`: least, above, most. `from_run` returns whether a value (of a tuple: each item) may be read from a
-    run's folder, which may come from a stranger; see load_run_settings. `part_of` is the setting without which this one
-    has no effect. A `key` is set with --algo-args KEY=VALUE and has no separate flag, as few users change it."""
+    """Return a dataclass field that is also a flag. Its type is int, float, str or bool, one of these with `| None`, or
+    `tuple[str, ...]`. `bounds` are least (>=), above (>) and most (<=). `from_run` returns whether a value (of a tuple:
+    each item) may be read from a run's folder, which may come from a stranger; see load_run_settings. `part_of` names
+    the setting without which this one has no effect. With `key`, the setting has no flag of its own, because few users
+    change it: it is passed as --algo-args KEY=VALUE."""
     metadata = {
         "help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds,
         "from_run": from_run, "part_of": part_of, "key": key,
@@ -76,23 +80,27 @@ def flag_name(name: str) -> str:
 
 def format_flag(name: str, value: Any) -> str:
     """Return a flag with its value or values as it is typed on a command line."""
+    if isinstance(value, bool):
+        return flag_name(name if value else f"no_{name}")
     return shlex.join([flag_name(name), *map(str, value if isinstance(value, list | tuple) else [value])])
 
 
-def typed(f: Field, value: Any) -> str:
+def format_setting(f: Field, value: Any) -> str:
     """Return a setting as it is typed on a command line: `--lr 1e-6`, or `--algo-args gamma=1` if it is a key."""
     return f"--algo-args {f.name}={value}" if f.metadata["key"] else format_flag(f.name, value)
 
 
 def parse_key(f: Field, hint: Any, text: str) -> Any:
-    """Return the value of a key: "default" is the default, in place of the value that a resumed run has."""
+    """Return the value of a key: "default" discards a resumed run's value and restores the default."""
     value_type, _, may_be_none = parse_type_hint(hint)
     if text == "default":
         return f.default
-    if text == "none" and may_be_none:
+    if text == "none" and may_be_none and text not in (f.metadata["choices"] or ()):
         return None
-    with as_user_error(ValueError, f"{typed(f, text)}: must be of type {value_type.__name__}"):
-        return value_type(text)
+    parse = {"true": True, "false": False}.get if value_type is bool else value_type  # check_value refuses None
+    text = text.lower() if value_type is bool else text
+    with as_user_error(ValueError, f"{format_setting(f, text)}: must be of type {value_type.__name__}"):
+        return parse(text)
 
 
 def parse_pairs(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
@@ -120,17 +128,43 @@ def help_with_default(f: Field) -> str:
     text, default = f.metadata["help"], f.default
     if default in (REQUIRED, None, "", ()) or default is False or "default" in text:
         return text
-    return f"{text} (default: {'on' if default is True else default})"
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    return f"{text} (default: {'on' if default is True else shown})"
+
+
+class HelpAction(argparse.Action):
+    """The flag --help. With essential flags, `--help all` lists the others too."""
+
+    def __call__(self, parser: "FlagParser", namespace: argparse.Namespace, values: str | None, *_: object) -> None:
+        if parser.essential and values != "all":
+            parser.shorten_help()
+        parser.print_help()
+        parser.exit()
 
 
 class FlagParser(argparse.ArgumentParser):
     """A parser of flags that cannot be abbreviated. An error is one line and suggests similar flags. Each
-    subcommand has a parser of this class too."""
+    subcommand has a parser of this class too. If `essential` names settings, --help lists only these."""
 
-    def __init__(self, description: str | None = None, **kwargs: Any):
-        super().__init__(description=description, allow_abbrev=False,
+    def __init__(self, description: str | None = None, essential: str = "", **kwargs: Any):
+        super().__init__(description=description, allow_abbrev=False, add_help=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self.keys: dict[str, tuple] = {}  # of --algo-args: name -> (Field, type)
+        self.essential = essential.split()
+        scope = {"nargs": "?", "metavar": "all", "help": "show the most important flags, or all"}
+        self.add_argument("-h", "--help", action=HelpAction, dest=argparse.SUPPRESS, default=argparse.SUPPRESS,
+                          **(scope if essential else {"nargs": 0, "help": "show this help message and exit"}))
+
+    def shorten_help(self) -> None:
+        """Reduce the help to the first two paragraphs of the description and the essential flags."""
+        hidden = 0
+        for group in self._action_groups:
+            group.description = None
+            for action in group._group_actions:
+                if action.dest not in self.essential and not isinstance(action, HelpAction):
+                    action.help, hidden = argparse.SUPPRESS, hidden + 1
+        self.description = "\n\n".join((self.description or "").split("\n\n")[:2])
+        self.epilog = f"{hidden} more flags: {self.prog} --help all. Questions and answers: docs/README.md"
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
         """Report unknown flags first, because they may cause the other errors; then parse --algo-args too."""
@@ -154,7 +188,7 @@ class FlagParser(argparse.ArgumentParser):
         return parsed, unparsed
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"error: {message}; see {self.prog} --help{' all' * bool(self.essential)}\n")
 
 
 def optional_type(value_type: type) -> Callable[[str], Any]:
@@ -197,7 +231,7 @@ def add_flags(parser: FlagParser, cls: type) -> None:
             if f.default is REQUIRED:  # only these are in the usage line: argparse's default would list every flag
                 usage = metavar if positional else f"{flag_name(f.name)} {metavar}"
                 parser.usage = f"{parser.usage or '%(prog)s [flags]'} {usage}"
-        if section.description:
+        if section.description and "--algo-args" not in parser._option_string_actions:
             section.add_argument("--algo-args", help="rarely changed settings, as KEY=VALUE; the keys are listed above",
                                  nargs="+", action="extend", default=argparse.SUPPRESS, metavar="KEY=VALUE")
 
@@ -206,8 +240,12 @@ def add_flags(parser: FlagParser, cls: type) -> None:
 class PixelConfig:
     """Image sizes"""
 
-    min_pixels: int | None = flag_field(None, "enlarge smaller images to N pixels (default: the processor's)", least=1)
-    max_pixels: int | None = flag_field(None, "shrink larger images to N pixels (default: the processor's)", least=1)
+    min_pixels: int | None = flag_field(
+        None, "enlarge images with fewer than N pixels (width x height) to N (default: the processor's)", least=1
+    )
+    max_pixels: int | None = flag_field(
+        None, "shrink images with more than N pixels (width x height) to N (default: the processor's)", least=1
+    )
 
 
 def check_given(values: Mapping[str, object], *classes: type) -> None:
@@ -229,6 +267,12 @@ def build_config(cls: type[T], values: Mapping[str, object]) -> T:
     return cls(**settings)
 
 
+def may_come_from_folder(f: Field, value: Any) -> bool:
+    """Return whether a setting's value may be read from a run's folder, which may come from a stranger."""
+    items = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return all(map(f.metadata["from_run"], items))
+
+
 def load_run_settings(
     settings: Iterable[Field], run: Mapping[str, Any], args: Mapping[str, Any], folder: object
 ) -> dict[str, Any]:
@@ -238,14 +282,49 @@ def load_run_settings(
     values, withheld = {}, []
     for f in settings:
         if f.name in run and args.get(f.metadata["part_of"], "") is not None:
-            values[f.name] = value = run[f.name]
-            items = value if isinstance(value, list) else [] if value is None else [value]
-            withheld += [] if f.name in args or all(map(f.metadata["from_run"], items)) else [f]
-    flags = " ".join(typed(f, run[f.name]) for f in withheld)
+            values[f.name] = run[f.name]
+            withheld += [] if f.name in args or may_come_from_folder(f, run[f.name]) else [f]
+    flags = " ".join(format_setting(f, run[f.name]) for f in withheld)
     resets = " ".join(f"{flag_name(f.name)} default" for f in withheld if f.default is not REQUIRED)
     need(not withheld, f"{folder} was trained with {flags}. Flags that name code, servers, secrets or missing files "
          f"are not taken from a folder; add {flags}" + (f", or {resets} to do without" if resets else ""))
     return values
+
+
+def load_config_file(path: str, settings: Iterable[Field]) -> dict[str, Any]:
+    """Return the settings of a TOML file, or all settings of a run's run.json, by name. Tables of a TOML file only
+    group its settings. Settings of a run.json that must not come from a folder (see load_run_settings) are left out and
+    printed. Raise UserError for unknown names and for settings that occur twice."""
+    known = {f.name: f for f in settings if f.name not in ("config", "resume")}
+    is_run = is_run_file(path)
+    need(Path(path).exists(), f"--config {path}: no such file{nearest_path(path)}")
+    with as_user_error((OSError, ValueError, LookupError, TypeError, RecursionError),
+                       f"--config {path}: expected a TOML file, with texts in quotes, or a run.json"):
+        text = Path(path).read_text(encoding="utf-8-sig")
+        loaded = dict(json.loads(text)["args"] if is_run else tomllib.loads(text))
+    values: dict[str, Any] = {}
+    for table in (loaded, *(value for value in loaded.values() if isinstance(value, dict))):
+        for key, value in table.items():
+            name = RENAMED.get(key.replace("-", "_"), key.replace("-", "_"))
+            if not isinstance(value, dict):
+                unknown = f"--config {path}: unknown setting {name}{nearest(name, known)}"
+                need(name in known or is_run, printable(unknown))
+                need(name not in values, f"--config {path}: {name} is set twice")
+                values[name] = value
+    if not is_run:
+        return values
+    values = {name: value for name, value in values.items() if name in known and name != "out"}
+    withheld = {name for name, value in values.items() if not may_come_from_folder(known[name], value)}
+    withheld |= {name for name in values if known[name].metadata["part_of"] in withheld and values[name]}
+    if withheld and os.environ.get("RANK", "0") == "0":
+        flags = " ".join(format_setting(known[name], values[name]) for name in sorted(withheld))
+        print(printable(f"--config {path}: left out {flags}", 10_000))
+    return {name: value for name, value in values.items() if name not in withheld}
+
+
+def is_run_file(path: str) -> bool:
+    """Return whether --config names a run.json, which has every setting of a run."""
+    return path.lower().endswith(".json")
 
 
 @contextmanager
@@ -268,10 +347,11 @@ def check_value(f: Field, hint: type, value: object) -> None:
     if may_be_none and value is None:
         return
     choices, bounds = f.metadata["choices"], f.metadata["bounds"]
-    need(isinstance(value, tuple) or not is_tuple, f"{typed(f, value)}: must be a list")
+    need(isinstance(value, tuple) or not is_tuple, f"{format_setting(f, value)}: must be a list")
     for item in value if is_tuple else (value,):
-        must = f"{typed(f, item)}: must be"
-        need(isinstance(item, int | float if expected is float else expected), f"{must} of type {expected.__name__}")
+        must = f"{format_setting(f, item)}: must be"
+        right_type = isinstance(item, int | float if expected is float else expected)
+        need(right_type and isinstance(item, bool) == (expected is bool), f"{must} of type {expected.__name__}")
         need(not choices or item in choices, f"{must} one of {', '.join(choices)}")
         limits = " and ".join(f"{BOUNDS[name][0]} {bound}" for name, bound in bounds.items())
         need(all(BOUNDS[name][1](item, bound) for name, bound in bounds.items()), f"{must} {limits}")

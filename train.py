@@ -1,8 +1,11 @@
 """Train a vision-language model with reinforcement learning.
 
-1 process:  python train.py --model demo/start --data demo/train.parquet --out out/shapes --steps 60
+1 process:  python train.py --model demo/start --data demo/train.parquet --out out/shapes --steps 60 \\
+                --lr 2e-4 --train-vision all
 8 GPUs:     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet \\
                 --out out/geo3k --steps 60
+Plan:       python train.py --plan --gpu h100 --gpus 8 ...     # memory, time and price of a run, without a GPU;
+                its flags: train.py --plan --help
 
 Each step: rollout, reward, pack, log-probabilities before the update, advantage, update, weight sync, report. --algo
 names a preset of the algorithm's settings, which you can also set one by one.
@@ -23,13 +26,17 @@ the policy sampled, in a step on this rank; T packed tokens in a micro-batch; K 
 micro-batch predicts.
 """
 
+import startup  # noqa: F401
+
+import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 
 import torch
 
 import grpo
-from engines.launch import RolloutServerConfig, check_engine, resolve_engine, start_sampling
+from engines.launch import RolloutServerConfig, check_engine, check_videos, resolve_engine, server_kind, start_sampling
+from errors import in_copy, plug_in
 from eval import Evaluation
 from kernels import TangentLoss, loss_and_gradients
 from model import ModelConfig, Processor, load_config
@@ -39,6 +46,7 @@ from parallel.checkpoint import load_checkpoint
 from parallel.models import Models, OptimConfig, build_models, checkpoint_parts, peak_memory, probe_memory
 from prepare_data import DataConfig
 from report import metrics, progress
+from report.ablation import check_ablations
 from report.log import RunLog, SkippedUpdates
 from report.run_files import lock_folder
 from reward import RewardConfig
@@ -56,8 +64,12 @@ from rollout import (
     load_examples,
     make_env_factory,
 )
-from settings import FlagParser, add_flags, build_config, check_given, naming_origins
-from utils import DistContext, Meter, StepTimer, run_script
+from settings import FlagParser, add_flags, build_config, check_given, is_run_file, load_config_file, naming_origins
+from utils import DistContext, Meter, StepTimer, print0, run_script
+
+# with the settings of the methods in algorithms/, unless this copy lacks them
+WITH_METHODS = in_copy("algorithms._registry")
+AlgorithmSettings = plug_in("algorithms._registry", "").AlgorithmWithMethods if WITH_METHODS else grpo.Algorithm
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ class Config:
     servers: RolloutServerConfig
     env: EnvConfig
     reward: RewardConfig
-    algo: grpo.Algorithm
+    algo: AlgorithmSettings
     optim: OptimConfig
     parallel: sharding.ParallelConfig
 
@@ -127,29 +139,38 @@ class Run:
     lock: object  # lock on --out, held until the process exits
 
 
-def parse_args(argv: list[str] | None = None) -> Config:
-    parser = FlagParser(__doc__)
-    for f in fields(Config):
-        add_flags(parser, f.type)
+def parse_args(argv: list[str] | None = None, more: tuple[type, ...] = (), defaults: dict | None = None) -> Config:
+    """Return the settings of a command line. `more` are further sections of flags that it may have, which are ignored;
+    `defaults` stand for flags that neither it nor a file gives."""
+    parser = FlagParser(__doc__, essential="model data eval_data out config steps eval_every resume prompts_per_step "
+                        "group_size max_new_tokens temperature rollout reward algo lr lora_rank train_vision "
+                        "micro_tokens")
+    for section in (*(f.type for f in fields(Config)), *more):
+        add_flags(parser, section)
     args = vars(parser.parse_args(argv))
-    all_settings = chain.from_iterable(fields(f.type) for f in fields(Config))
-    resumed = resume.load_resumed_settings(all_settings, args)  # empty unless --resume continues a run
-    if args.get("algo", resumed.get("algo")) != resumed.get("algo"):  # a new --algo replaces the old preset's settings
-        for name in grpo.PRESETS.get(resumed.get("algo"), {}):
-            resumed.pop(name, None)
-        resumed |= grpo.PRESETS[args["algo"]]
-    return Config.from_flags(resumed | args)
+    all_settings = list(chain.from_iterable(fields(f.type) for f in fields(Config)))
+    file = load_config_file(args["config"], all_settings) if "config" in args else {}
+    snapshot = file if is_run_file(args.get("config", "")) else {}  # all settings of a run, those of its preset too
+    given = args if snapshot else file | args
+    base = snapshot | resume.load_resumed_settings(all_settings, given)  # empty unless --resume continues a run
+    if (algo := given.get("algo", base.get("algo"))) != base.get("algo"):  # it replaces the old preset's settings
+        base = {name: value for name, value in base.items() if name not in grpo.PRESETS.get(base.get("algo"), {})}
+        base |= grpo.PRESETS.get(str(algo), {})
+    with naming_origins(file, f"from --config {args.get('config')}"):
+        return Config.from_flags((defaults or {}) | base | given | {"config": args.get("config")})
 
 
-def check_config(cfg: Config, world: int) -> None:
-    """Raise UserError if any setting is invalid or contradicts another, before data or weights are read."""
+def check_config(cfg: Config, world: int, planned: bool = False) -> None:
+    """Raise UserError if any setting is invalid or contradicts another, before data or weights are read. A
+    `planned` run needs no engine on this machine."""
     cfg.algo.check()
     cfg.model.check(cfg.algo.ref_every)
     cfg.rollout.check(world, cfg.algo.minibatches)
-    check_engine(cfg.rollout.rollout, cfg.rollout.vllm, cfg.servers, cfg.model, world)
+    engine_settings = cfg.rollout.rollout, cfg.rollout.vllm, cfg.servers, cfg.model, world
+    check_engine(*engine_settings, planned, cfg.rollout.replay_experts)
     cfg.optim.check(cfg.model, cfg.run.steps)
     cfg.run.check(cfg.data.eval_data)
-    cfg.parallel.check(world, load_config(cfg.model.model, cfg.model.family_paths))
+    cfg.parallel.check(world, load_config(cfg.model.model, cfg.model.family_paths), cfg.model.compile)
 
 
 def resolve_auto_settings(cfg: Config, device: torch.device) -> Config:
@@ -169,6 +190,7 @@ def pack_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: DistContext, m
     algo = cfg.algo
     groups, chosen = pool.groups, pool.select_groups()
     by_minibatch = balance_across_ranks(groups, chosen, algo.minibatches, packer.flop_costs, ctx, meter)
+    by_minibatch = [grpo.select_rollouts(minibatch, algo) for minibatch in by_minibatch]
     rollouts = list(chain.from_iterable(by_minibatch))
     rewards_PG = reshape_to_groups([r.reward for r in rollouts], algo)
     has_gradient = grpo.has_gradient(rewards_PG, [r.finish_reason for r in rollouts], algo)
@@ -182,6 +204,7 @@ def pack_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: DistContext, m
     trained = [r for r, is_trained in zip(rollouts, has_gradient, strict=True) if is_trained]
     flops = metrics.update_flops(trained, packer.flop_costs, frozen=cfg.model.lora_rank > 0)
     meter.sum("update/flops", algo.update_epochs * flops)
+    metrics.add_useful_tokens(chain.from_iterable(minibatches), cfg.model.attn, meter)
     return TrainBatch(rollouts, make_token_batch(rollouts, weights), minibatches)
 
 
@@ -190,26 +213,30 @@ def reshape_to_groups(rewards_B: list[float], algo: grpo.Algorithm) -> torch.Ten
 
 
 @torch.no_grad()
-def compute_logprobs_and_values(batch: TrainBatch, models: Models, cfg: Config) -> None:
-    """Phase 4: compute old_logps, ref_logps and values with the weights before the update, as far as the algorithm
-    needs them."""
+def compute_logprobs_and_values(batch: TrainBatch, models: Models, cfg: Config, step: int = 0) -> None:
+    """Phase 4: compute log-probabilities (of the old policy, the reference, a second view of the images, a teacher) and
+    values with the weights before the update, as far as the algorithm needs them."""
     algo, temperature, tokens = cfg.algo, cfg.rollout.temperature, batch.tokens
     needs_policy = algo.needs_old_logps or (algo.needs_values and models.critic is None)
-    for micro in chain.from_iterable(batch.minibatches):
+    empty = torch.zeros(0)  # methods read these columns even if nothing is packed
+    tokens.fill(empty.long(), **{name: empty for method in algo.methods for name in method.columns})
+    passes = models.logprob_passes(algo, cfg.run.seed, step)
+    for micro in progress.iter_with_progress(list(chain(*batch.minibatches)), "log-probabilities"):
         rows = micro.token_index_K
         if needs_policy:
             out = models.policy(micro, temperature)
-            tokens.fill(rows, old_logps=out.logp_K, values=out.value_K)
+            tokens.fill(rows, old_logps=out.logp_K, values=out.value_K, entropies=out.entropy_K)
         if models.critic:
             tokens.fill(rows, values=models.critic(micro))
-        if models.reference:
-            tokens.fill(rows, ref_logps=models.reference(micro, temperature).logp_K)
+        for column, forward in passes.items():
+            tokens.fill(rows, **{column: forward(micro, temperature).logp_K})
     if algo.old_policy == "rollout":
         tokens.old_logps = tokens.rollout_logps
     models.reshard()
 
 
-def set_advantages(batch: TrainBatch, algo: grpo.Algorithm, kl_coef: float, ctx: DistContext, meter: Meter) -> None:
+def set_advantages(batch: TrainBatch, algo: grpo.Algorithm, kl_coef: float, ctx: DistContext, meter: Meter,
+                   seed: int = 0, step: int = 0) -> None:
     """Phase 5: compute advantages and returns from the rewards and the results of phase 4."""
     tokens = batch.tokens
     task_rewards_PG = reshape_to_groups([r.task_reward for r in batch.rollouts], algo)
@@ -217,6 +244,8 @@ def set_advantages(batch: TrainBatch, algo: grpo.Algorithm, kl_coef: float, ctx:
     rewards_PG = reshape_to_groups([r.reward for r in batch.rollouts], algo)
     advantages_N, returns_N = grpo.compute_advantages(
         rewards_PG, task_rewards_PG, tokens, counted_B, algo, kl_coef, ctx.mean_and_std)
+    info = grpo.StepInfo(seed, step, lambda item: ctx.gather(item)[:: ctx.tp])
+    advantages_N = grpo.change_advantages(advantages_N, batch, algo, info)
     tokens.advantages = advantages_N.float()
     tokens.returns = None if returns_N is None else returns_N.float()
     if algo.needs_values:
@@ -242,7 +271,7 @@ def update_policy(models: Models, batch: TrainBatch, cfg: Config, state: TrainSt
         if not loss.per_token and ctx.max(batch.splits_rollouts(number)):  # all ranks must run the same collectives
             head_loss = TangentLoss()
             compute_tangents(models, batch, number, loss, cfg)
-        for micro in micros:
+        for micro in progress.iter_with_progress(micros, "update"):
             rows = micro.token_index_K
             tokens = batch.tokens[rows].to(ctx.device)
             out = models.policy(micro, cfg.rollout.temperature, head_loss, tokens)
@@ -264,6 +293,7 @@ def update_policy(models: Models, batch: TrainBatch, cfg: Config, state: TrainSt
             # computed, else the logps of the first optimizer step
             first_pass = epoch == 0 and (algo.needs_old_logps or number == 0)
             metrics.add_token_metrics(batch.tokens[batch.rows(number)], loss, meter, first_pass=first_pass)
+            metrics.add_expert_metrics(micros, meter)
         if state.step < algo.critic_warmup_steps:
             models.policy.hf.zero_grad()
         norm, stepped = clip_and_step(models.policy, models.optimizer, cfg.optim.max_grad_norm)
@@ -275,7 +305,7 @@ def update_policy(models: Models, batch: TrainBatch, cfg: Config, state: TrainSt
         if models.critic:
             norm, _ = clip_and_step(models.critic, models.critic_optimizer, cfg.optim.max_grad_norm)
             meter.add_mean("value/grad_norm", norm, norm != 0)
-            skipped.after_critic_update(norm, value_total, batch.uids(number), meter)
+            skipped.count_if_skipped(norm, value_total, batch.uids(number), meter)
         if algo.needs_values:
             meter.add_mean("loss/value", value_total, (norm != 0) / ctx.data_world)
 
@@ -356,7 +386,9 @@ def set_up(cfg: Config) -> Run:
     train_set = load_examples(cfg.data.data, cfg.data, [processor], grader, reset_fn)
     eval_data = cfg.data.eval_data
     eval_set = load_examples(eval_data, cfg.data, [processor], grader, reset_fn) if eval_data else ExampleList()
+    check_ablations("--eval-ablate", cfg.run.eval_ablate, eval_set, eval_data, cfg.env.env)
     cfg.rollout.check_data(train_set, cfg.data.data, cfg.optim.micro_tokens)
+    check_videos(server_kind(cfg.rollout.rollout, cfg.servers), [train_set, eval_set], env)
 
     # 5. curriculum, and a dry run of the rewards in each of its stages
     curriculum = make_order(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
@@ -372,6 +404,7 @@ def set_up(cfg: Config) -> Run:
     start = resume.find_resume_checkpoint(cfg.run.folder, cfg.run.resume, cfg.to_flags(), parts)
 
     # 7. models, and the state of the run
+    print0(f"loading {cfg.model.model} ...")
     models = build_models(cfg, processor, ctx)
     state = TrainState.from_checkpoint(load_checkpoint(start, models.checkpointed) if start else {}, cfg.algo)
     costs = flop_costs(models.policy.hf.config, models.vision_flop_factor)
@@ -431,16 +464,15 @@ def main(cfg: Config) -> None:
         with timer("pack"):
             batch = pack_batch(pool, cfg, run.packer, ctx, meter)
 
-        # 4. log-probabilities before the update (old policy, reference) and values, if the algorithm uses them
-        with timer("logprobs", timed=algo.needs_forward), progress.logprob_progress(batch):
-            compute_logprobs_and_values(batch, models, cfg)
+        # 4. log-probabilities before the update (old policy, reference, ...) and values, if the algorithm uses them
+        with timer("logprobs", timed=algo.needs_forward):
+            compute_logprobs_and_values(batch, models, cfg, step)
 
         # 5. advantage: a function of the rewards and of the results of phase 4
-        set_advantages(batch, algo, state.kl_coef, ctx, meter)
+        set_advantages(batch, algo, state.kl_coef, ctx, meter, cfg.run.seed, step)
 
         # 6. update: --update-epochs x --minibatches optimizer steps
-        with (timer("update"), progress.update_progress(batch, algo.update_epochs, meter),
-              peak_memory(meter, engine.asleep_bytes)):
+        with timer("update"), peak_memory(meter, engine.asleep_bytes):
             lr = models.set_learning_rates(cfg.optim, step, cfg.run.steps)
             update_policy(models, batch, cfg, state, ctx, meter, run.skipped)
             models.zero_grad()  # free the gradients: the engine needs their memory when it wakes
@@ -472,5 +504,10 @@ def run_training(cfg: Config) -> None:
         main(cfg)
 
 
+def plan_run(argv: list[str]) -> None:
+    plug_in("parallel.plan", "--plan").print_plan(argv, parse_args, check_config)
+
+
 if __name__ == "__main__":
-    run_script(run_training, parse_args)
+    argv = sys.argv[1:]
+    run_script(*((plan_run, lambda: argv) if "--plan" in argv else (run_training, parse_args)))

@@ -258,8 +258,10 @@ def print_error_once(text: str) -> int:
 
 
 def die_with_parent() -> None:
-    """Make the kernel send this process SIGTERM when the thread that started it ends (PR_SET_PDEATHSIG, Linux)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    """Make Linux send this process SIGTERM when the thread that started it ends (PR_SET_PDEATHSIG). Elsewhere, do
+    nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def run_in_thread(work: Callable[[], Any], name: str) -> Future:

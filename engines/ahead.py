@@ -69,7 +69,8 @@ class Ahead(EngineWrapper):
         start = time.monotonic()
         rollouts = future.result()
         for prompt in prompts:
-            prompt.context = prompts.context
+            for each in filter(None, (prompt, prompt.noised)):
+                each.context = prompts.context
         self._resample_stale(rollouts, prompts.position, n, on_rollout)
         self.meter.sum("waited", time.monotonic() - start)
         return rollouts

@@ -18,6 +18,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from errors import UserError, need
+from layers.vision import ImageInput
 
 MAX_BODY_BYTES = 64 << 20  # of an HTTP response; 100,000 sampled tokens take a fifth of it
 # each request opens a new connection: the server may have just closed one that was kept alive
@@ -42,13 +43,14 @@ class GenerateRequest(NamedTuple):
     """A request for one response, or for the rest of one."""
 
     uid: str  # of the prompt, for messages
-    ids: list[int]  # with one placeholder for each image
-    images: list[tuple[str, Image.Image]]  # key and pixels, already resized for the model
+    ids: list[int]  # with one placeholder for each image or video
+    images: list[ImageInput]  # and videos
     max_tokens: int  # max new tokens
     seed: int
     temperature: float
     top_p: float
     cache_salt: str  # label of the weights: the prefix cache is never shared between different weights
+    n_routed: int = 0  # the experts of the first n_routed tokens, images expanded, are not needed
 
 
 class GenerateResult(NamedTuple):
@@ -59,6 +61,7 @@ class GenerateResult(NamedTuple):
     logprobs: list[float]
     finish_reason: str  # stop or length; abort: stopped by a sync, possibly after some tokens
     labels: list[str]  # for each token, the label of the weights that sampled it
+    experts: Any = ()  # array as in rollout.Rollout, of the tokens after the first n_routed, except the last
 
 
 class ServerClient:
@@ -198,13 +201,16 @@ def spread_labels(spans: Sequence[dict] | None, default: str, n: int) -> list[st
     return labels
 
 
-def image_data_uri(image: Image.Image, key: str = "") -> str:
-    """Return an image as a lossless data URI. `key` is written into the file, for servers that identify an image by its
-    file's bytes."""
-    file, info = io.BytesIO(), PngInfo()
-    info.add_text("key", key)
-    image.save(file, "PNG", compress_level=1, pnginfo=info)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+def media_data_uri(image: ImageInput) -> str:
+    """Return an image or a video as a lossless data URI. The key is written into the files, for servers that identify
+    an image by its file's bytes. vLLM reads frames of any image format as video/jpeg."""
+    frames = []
+    for frame in image.frames:
+        file, info = io.BytesIO(), PngInfo()
+        info.add_text("key", image.key)
+        Image.fromarray(frame).save(file, "PNG", compress_level=1, pnginfo=info)
+        frames.append(base64.b64encode(file.getvalue()).decode())
+    return f"data:{'video/jpeg' if image.fps else 'image/png'};base64,{','.join(frames)}"
 
 
 class Calls:

@@ -3,6 +3,8 @@ returns, and buckets of weights."""
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 
@@ -27,20 +29,16 @@ def iter_buckets(named_tensors: NamedTensors, max_bytes: int) -> Iterator[list[t
 
 
 def build_request(rollout: Rollout, max_tokens: int, processor: Processor, max_model_len: int) -> tuple:
-    """Return (uid, sample index, turn, max tokens, token ids, images) of a request for a rollout's next response. The
-    token ids have one placeholder for each image."""
-    prompt = rollout.prompt
-    response, images = iter(rollout.response), iter(rollout.images)
+    """Return (uid, sample index, turn, max tokens, token ids, images, number of tokens whose experts are known) of a
+    request for a rollout's next response. The token ids have one placeholder for each image or video."""
+    prompt, observations = rollout.prompt, iter(rollout.unexpanded_observations)
     unexpanded_ids = list(prompt.unexpanded_ids)
-    for token in response:
-        unexpanded_ids.append(token)
-        if token == processor.image_token_id:
-            skipped = next(images).n_tokens - 1
-            assert all(next(response) == token for _ in range(skipped)), "the tokens of an image must be consecutive"
+    for sampled, pairs in groupby(zip(rollout.response_mask, rollout.response, strict=True), key=itemgetter(0)):
+        unexpanded_ids += [token for _, token in pairs] if sampled else next(observations)
     length = len(prompt.token_ids) + len(rollout.response)
     assert length + max_tokens <= max_model_len, "the engine was started for shorter sequences"
-    pil_images = [image.image for image in prompt.images + rollout.images]
-    return prompt.uid, rollout.sample_index, rollout.n_turns, max_tokens, unexpanded_ids, pil_images
+    images, turn = prompt.images + rollout.images, rollout.n_turns
+    return prompt.uid, rollout.sample_index, turn, max_tokens, unexpanded_ids, images, rollout.n_routed
 
 
 def check_response(

@@ -205,6 +205,7 @@ class HFEngine(Engine):
     way in which weights reach it."""
 
     max_rows = 256  # max number of responses that are decoded together
+    last_experts: Callable[[int], Any]  # with --replay-experts: layers.experts.last_experts of the model
 
     def __init__(
         self,
@@ -285,8 +286,7 @@ class HFEngine(Engine):
 
     def _positions(self, ids: Sequence[int], images: Sequence[ImageInput]) -> Tensor:
         """Return the M-RoPE positions of tokens with these images, starting at 0, (3, M)."""
-        grids = [image.grid_thw for image in images]
-        return mrope_positions(ids, grids, self.processor.image_token_id, self.processor.merge_size)
+        return mrope_positions(ids, images, self.processor.image_token_id, self.processor.merge_size)
 
     def _hidden(self, ids: Tensor, positions: Tensor, images: Sequence[ImageInput], **attention: Any) -> Tensor:
         """Return the hidden states of each row's last token. ids (B, M), positions (3, B, M)."""
@@ -316,6 +316,10 @@ class HFEngine(Engine):
             generator = torch.Generator().manual_seed(derive_seed(sampling.seed, r.prompt.uid, r.sample_index))
             uniform = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
             rows.append(DecodeRow(r, iter(uniform.tolist()), next_P[index[r.prompt]]))
+        if self.expert_layers:
+            experts_P = self.last_experts(len(prompts))
+            for r in rollouts:
+                r.add_experts(experts_P[index[r.prompt], -len(r.prompt.token_ids) :])
         prompt_B = torch.tensor([index[row.rollout.prompt] for row in rows], device=self.device)
         return DecodeBatch(rows, prompt_B, hidden_PH, valid_PL, cache)
 
@@ -377,6 +381,9 @@ class HFEngine(Engine):
             for layer, state in states.items():
                 state.update_rows(batch.rows_R, batch.recurrent[layer])
             batch.recurrent = states
+        if self.expert_layers:
+            for row, experts in zip(rows, self.last_experts(len(rows)), strict=True):
+                row.rollout.add_experts(experts)
         for row, last in zip(rows, positions_3RM.amax(dim=(0, 2)).tolist(), strict=True):
             row.position = last + 1
             row.n_images = len(row.rollout.images)

@@ -20,7 +20,7 @@ import torch
 from engines.hf import HFEngine
 from engines.self_test import self_test
 from errors import in_copy, need, plug_in
-from model import ModelConfig, Processor, VisionCache, load_hf
+from model import ModelConfig, Processor, VisionCache, load_config, load_hf
 from packing import Packer
 from parallel.checkpoint import run_on_rank0
 from parallel.models import Models
@@ -29,6 +29,7 @@ from rollout import Batches, Engine, ExampleList, identity, never_stop
 from settings import flag_field, format_flag, never
 from utils import DistContext, print0
 
+SGLANG_REPLAY = "--replay-experts: SGLang servers do not return the experts; use vLLM's, or leave the flag out"
 VLLM_INSTALL_HINT = "pip install -r requirements-gpu.txt (on a CPU: docs/scale.md, On a CPU)"
 
 
@@ -41,7 +42,7 @@ class ConnectionConfig:
     sync: str = flag_field(
         "auto",
         "how weights reach the servers. nccl, gloo: broadcast; disk: all weights, through files in --out on a "
-        "shared disk; adapter: only the LoRA adapter, in the same way; auto: nccl on a GPU, else gloo",
+        "shared disk; adapter: only the LoRA adapter, through files too; auto: nccl on a GPU, else gloo",
         choices=("auto", "nccl", "gloo", "disk", "adapter")
     )
     server_timeout: float = flag_field(
@@ -55,8 +56,8 @@ class RolloutServerConfig(ConnectionConfig):
 
     serve: int = flag_field(0, "number of vLLM servers to run on this machine during training; not with --servers",
                             least=0)
-    async_steps: int = flag_field(0, "sample up to N batches ahead; trained tokens come from weights at most N syncs "
-                                  "old; 0: synchronous", least=0)
+    async_steps: int = flag_field(0, "number of batches (N) to sample ahead; trained tokens come from weights at most "
+                                  "N syncs old; 0: synchronous", least=0)
     in_flight: str = flag_field("abort", "what happens to running requests at a weight sync. keep: continue with the "
                                 "new weights on the old KV cache; abort: stop, then recompute and continue with the "
                                 "new weights; wait: let them finish first", choices=("keep", "abort", "wait"))
@@ -91,15 +92,24 @@ def vllm_is_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
+def server_kind(engine: str, servers: RolloutServerConfig) -> str:
+    """Return "vllm" or "sglang" with --rollout server, else "". Raise UserError if a server does not answer."""
+    if engine != "server" or servers.serve:
+        return "vllm" * (engine == "server")
+    return asyncio.run(plug_in("engines.client", "--servers").find_common_kind(servers.servers))
+
+
 def check_engine(
-    engine: str, vllm: tuple[str, ...], servers: RolloutServerConfig, model: ModelConfig, world: int
-) -> None:
+    engine: str, vllm: tuple[str, ...], servers: RolloutServerConfig, model: ModelConfig, world: int,
+    planned: bool = False, replay_experts: bool = False,
+) -> None:  # fmt: skip
     """Raise UserError if flags of --rollout contradict each other, or if the engine is not available: its modules were
-    deleted, vLLM is not installed, or a server does not answer. Call this before a model is loaded."""
+    deleted, vLLM is not installed, or a server does not answer. Call this before a model is loaded. The
+    engine of a `planned` run need not be available."""
     if servers.async_steps:
         plug_in("engines.ahead", f"--async-steps {servers.async_steps}")
     servers.check(engine, vllm, model)
-    installed = vllm_is_installed()
+    installed = planned or vllm_is_installed()
     if engine == "vllm":
         plug_in("engines.vllm", "--rollout vllm")
         need(installed, f"--rollout vllm: vLLM is not installed here; {VLLM_INSTALL_HINT}, or use --rollout hf")
@@ -110,9 +120,31 @@ def check_engine(
             plug_in("engines.local", flag)
             plug_in("engines.vllm", flag)
             need(installed, f"{flag}: vLLM is not installed here; {VLLM_INSTALL_HINT}, or name servers with --servers")
-        else:
-            asyncio.run(plug_in("engines.client", "--servers").find_common_kind(servers.servers))
     vllm_settings(vllm, engine, world)
+    if not planned and server_kind(engine, servers) == "sglang":
+        need(not replay_experts, SGLANG_REPLAY)
+    if replay_experts:
+        experts = plug_in("layers.experts", "--replay-experts")
+        experts.check_replay(load_config(model.model, model.family_paths))
+        need(not model.compile,
+             "--replay-experts --compile: each block would be compiled separately, which takes minutes; "
+             "leave one of the two out")
+
+
+def check_videos(server: str, sets: Sequence[ExampleList], env: Any = None) -> None:
+    """Raise UserError unless servers of this kind ("": there are none) show every frame of the examples' videos at its
+    time, and the environment `env` shows no videos. Call this before a model is loaded."""
+    if not server:
+        return
+    need(not env or not env.limits["videos_per_turn"], "servers can only show videos of prompts, but --env has "
+         "videos_per_turn above 0; use --rollout vllm or hf")
+    rates = {fps: example.uid for example in chain.from_iterable(sets) for _, fps, _ in example.video_sizes}
+    some = dict(list(rates.items())[:2])  # each with one of its rows
+    need(server == "vllm" or not rates, f"the data has videos (frame rates with a row: {some}), but SGLang servers "
+         "choose and resize frames by themselves, so the model would be trained on other frames than they see; use "
+         "vLLM servers, or --rollout vllm or hf")
+    need(len(rates) < 2, f"the videos have {len(rates)} frame rates, such as {some}, but a server has "
+         "one; prepare them at one rate (docs/data.md#videos), or use --rollout vllm or hf")
 
 
 def resolve_engine(choice: str, device: torch.device) -> str:
@@ -127,23 +159,34 @@ def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, ob
     return plug_in("engines.vllm", "--vllm").parse_vllm_args(pairs, engine, world) if pairs else {}
 
 
-ImageLimitsFn = Callable[[], tuple[int, tuple[int, int]]]  # returns an episode's max images, and (width, height)
+EpisodeLimitsFn = Callable[[], tuple[int, tuple[int, int], int, int]]  # envs._factory.EnvFactory.episode_limits
 
 
 def size_limits(
-    sets: Sequence[ExampleList], processor: Processor, max_new_tokens: int, episode_limits: ImageLimitsFn | None = None
-) -> dict[str, Any]:
-    """Return the arguments of vLLM that determine its memory: the max sequence length, the max number of images in a
-    prompt or an episode, and the size of the largest image after resizing."""
+    sets: Sequence[ExampleList], processor: Processor, max_new_tokens: int,
+    episode_limits: EpisodeLimitsFn | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the arguments of vLLM that depend on the data: the max sequence length, the max number of images and
+    videos in a prompt or an episode, the size of the largest after resizing, and the frame rate, which servers need."""
     length = max(chain.from_iterable(examples.lengths for examples in sets)) + max_new_tokens
-    images = [example.image_sizes for example in chain.from_iterable(sets)]
+    examples = list(chain.from_iterable(sets))
+    images, videos = ([getattr(example, name) for example in examples] for name in ("image_sizes", "video_sizes"))
     sizes, count = list(chain.from_iterable(images)), max(map(len, images), default=0)
+    observed, n_frames = 0, 0  # videos in observations, and their frames
     if episode_limits:
-        count, largest = episode_limits()
+        count, largest, observed, n_frames = episode_limits()
         sizes += [size for size in [largest] if 0 not in size]
+    sizes += [size for *_, size in chain.from_iterable(videos)]
     width, height = max((processor.resized_size(*size) for size in sizes), key=math.prod, default=(448, 448))
-    image = {"count": count, "width": width, "height": height} if count else 0
-    return {"max_model_len": length, "limit_mm_per_prompt": {"image": image, "video": 0}}
+    size = {"width": width, "height": height}
+    limits: dict[str, Any] = {"image": {"count": count} | size if count else 0, "video": 0}
+    media, shapes = {}, list(chain.from_iterable(videos))
+    if shapes or observed:
+        n_frames = max([n_frames * (observed > 0), *(n for n, *_ in shapes)])
+        limits["video"] = {"count": max(map(len, videos)) + observed, "num_frames": n_frames} | size
+        fps = max((fps for _, fps, _ in shapes), default=1.0)
+        media = {"media_io_kwargs": {"video": {"num_frames": -1, "fps": fps}}}  # servers do not choose frames
+    return {"max_model_len": length, "limit_mm_per_prompt": limits} | media
 
 
 def make_engine(
@@ -161,8 +204,8 @@ def make_engine(
     should_stop: Callable[[], bool] = never_stop,
     **server_kwargs: Any,
 ) -> Engine:
-    """Return the engine `choice`, which comes from resolve_engine. `sizes`: the result of size_limits; `vllm`: --vllm;
-    `server_kwargs`: arguments that only ServerEngine needs."""
+    """Return the engine `choice`, which comes from resolve_engine. `sizes`: the result of size_limits, and other
+    arguments of vLLM; `vllm`: --vllm; `server_kwargs`: arguments that only ServerEngine needs."""
     if choice == "hf":
         return HFEngine(load_hf(path, dtype, family_paths), processor, ctx.device, cache, should_stop)
     if choice == "server":
@@ -180,7 +223,7 @@ def make_training_engine(
     processor: Processor,
     sets: list[ExampleList],
     ctx: DistContext,
-    episode_limits: ImageLimitsFn | None = None,
+    episode_limits: EpisodeLimitsFn | None = None,
     **stop_callbacks: Callable,
 ) -> Engine:
     """Return the engine of a run, with all of the policy's weights: also the frozen ones, which a resumed run may have
@@ -188,6 +231,8 @@ def make_training_engine(
     `should_stop` and `request_stop` of ServerEngine."""
     model, vllm, servers, out, policy = cfg.model, cfg.rollout.vllm, cfg.servers, Path(cfg.run.out), models.policy
     sizes = size_limits(sets, processor, cfg.rollout.max_new_tokens, episode_limits)
+    if cfg.rollout.replay_experts:
+        sizes["enable_return_routed_experts"] = True
     if servers.serve:
         launch = plug_in("engines.local", f"--serve {servers.serve}").launch_servers
         rank = model.lora_rank if servers.sync == "adapter" else 0
@@ -223,7 +268,9 @@ def start_sampling(
     episodes, with --async-steps it samples ahead. `cfg` is a train.Config, `interrupt` a watchdog.SignalHandler."""
     stop_callbacks = {"should_stop": interrupt.requested, "request_stop": interrupt.give_up}
     engine = make_training_engine(
-        cfg, models, processor, sets, ctx, env.episode_image_limits if env else None, **stop_callbacks)
+        cfg, models, processor, sets, ctx, env.episode_limits if env else None, **stop_callbacks)
+    if cfg.rollout.replay_experts:
+        plug_in("layers.experts", "--replay-experts").start_replay(models.policy.hf, engine)
     if cfg.run.self_test:
         sampling, reset_fn = batches.sampling(0), env.reset_example if env else identity
         print0(self_test(models.policy, engine, sets[0], processor, packer, sampling, reset_fn))

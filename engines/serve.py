@@ -1,10 +1,10 @@
-"""The command that starts a rollout server with the settings that training needs.
+"""Start a rollout server with the settings that a training run needs.
 
 python -m engines.serve --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet --max-new-tokens 2048 --port 8000
 
 It uses these flags of train.py: --model, --data and --eval-data (for the longest prompt, and the number and size of
-images), --max-new-tokens, --dtype, the pixel limits, --env, --vllm KEY=VALUE; --lora-rank with --sync adapter. Others
-have no effect. --print prints the command instead of running it.
+images), --max-new-tokens, --dtype, the pixel limits, --env, --vllm KEY=VALUE, --replay-experts; --lora-rank with --sync
+adapter. Other flags of train.py are accepted, but have no effect. --print prints the command instead of running it.
 
 The server's control endpoints (new weights, pause) have no password: anyone who can reach the port controls the policy.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from engines.launch import RolloutServerConfig, size_limits, vllm_settings
+from engines.launch import SGLANG_REPLAY, RolloutServerConfig, check_videos, size_limits, vllm_settings
 from engines.local import server_command
 from errors import as_user_error, need
 from model import ModelConfig, Processor, resolve_dtype
@@ -60,6 +60,9 @@ def main(configs: tuple[Any, ...]) -> None:
     settings = vllm_settings(rollout.vllm, "server" if serve.engine == "vllm" else serve.engine, 1)
     need("tensor_parallel_size" not in settings, "--vllm tensor_parallel_size: use --gpus instead")
     settings["tensor_parallel_size"] = serve.gpus
+    if rollout.replay_experts:
+        need(serve.engine == "vllm", SGLANG_REPLAY)
+        settings["enable_return_routed_experts"] = True
     processor = Processor(model.model, model.min_pixels, model.max_pixels)
     environments = make_env_factory(env)
     reset_fn = environments.reset_example if environments else identity
@@ -68,8 +71,9 @@ def main(configs: tuple[Any, ...]) -> None:
         sets = [load_examples(path, data, [processor], reset_fn=reset_fn) for path in paths]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(model.dtype, device)
-    episode_limits = environments.episode_image_limits if environments else None
+    episode_limits = environments.episode_limits if environments else None
     settings |= size_limits(sets, processor, rollout.max_new_tokens, episode_limits)
+    check_videos(serve.engine, sets, environments)
     lora_rank = model.lora_rank if servers.sync == "adapter" else 0
     command, environment = server_command(
         serve.engine, model.model, processor, dtype, settings, serve.host, serve.port, lora_rank)

@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from engines.common import build_request, check_response
 from engines.sglang_client import SGLangClient
 from engines.sync import make_sender
 from engines.vllm_client import VLLMClient
-from errors import UserError, describe_error
+from errors import UserError, describe_error, need
 from model import Processor
 from rollout import (
     IDLE_POLL_SECONDS,
@@ -162,9 +163,9 @@ class ServerEngine(Engine):
     ) -> tuple[list[int], list[float], list[int]]:
         """Return a response's tokens, their log-probabilities, and the weights version that sampled each token. A
         response that a sync aborts (--in-flight abort) continues after its last token, with the new weights."""
-        uid, sample, turn, max_tokens, unexpanded_ids, _ = build_request(
+        uid, sample, turn, max_tokens, unexpanded_ids, images, _ = build_request(
             rollout, max_tokens, self.processor, self.max_model_len)
-        expanded_ids, images = rollout.prompt.token_ids + rollout.response, rollout.prompt.images + rollout.images
+        expanded_ids = rollout.prompt.token_ids + rollout.response
         tokens, logprobs, versions = [], [], []
         lost_once: set[ServerClient] = set()  # servers that already lost a connection for this response
         fruitless = 0  # consecutive results without a usable token
@@ -173,12 +174,12 @@ class ServerEngine(Engine):
             server = self._pick_server(uid, servers)
             if server is None:
                 await asyncio.Event().wait()  # forever: the run is ending
-            keyed_images = [(f"{image.key}-{self.tower_label}", image.image) for image in images]
+            keyed_images = [replace(image, key=f"{image.key}-{self.tower_label}") for image in images]
             offset = [len(tokens)] if tokens else []  # a continuation must not reuse the random numbers of its start
             seed = derive_seed(sampling.seed, uid, sample, *([turn] if turn > 1 or offset else []), *offset)
             request = GenerateRequest(
                 uid, unexpanded_ids + tokens, keyed_images, max_tokens - len(tokens), seed, sampling.temperature,
-                sampling.top_p, self.weights_label)
+                sampling.top_p, self.weights_label, rollout.n_routed)
             try:
                 result = await self._send_request(server, request, expanded_ids + tokens)
             except ServerUnavailable as error:
@@ -192,8 +193,13 @@ class ServerEngine(Engine):
                 tokens += result.tokens
                 logprobs += result.logprobs
                 versions += map(self._parse_version, result.labels)
+                if self.expert_layers and len(result.experts):
+                    rollout.add_experts(result.experts[:, self.expert_layers])
                 # an abort after the last allowed token loses nothing, so the response is complete
                 if result.finish_reason != "abort" or len(tokens) == max_tokens:
+                    need(not self.expert_layers or rollout.n_routed == len(expanded_ids) + len(tokens) - 1,
+                         f"--servers {server.url} did not return the experts of all tokens; start it with "
+                         "--replay-experts")
                     return tokens, logprobs, versions
             # An empty result right after a sync is normal. If a server keeps returning nothing, pause longer and, after
             # MAX_FRUITLESS_REQUESTS results mark it unavailable.
@@ -218,6 +224,7 @@ class ServerEngine(Engine):
         self.pending[task] = server
         try:
             result = await task
+            result = result._replace(prompt_ids=self.processor.merge_placeholders(result.prompt_ids))
             validate_result(result, request, prompt_ids, server.url, self.allowed_ids)
             if max(map(self._parse_version, result.labels), default=math.inf) < self._parse_version(request.cache_salt):
                 raise ServerUnavailable("it still has the weights of an earlier sync")

@@ -22,7 +22,7 @@ from engines.client import (
     GenerateResult,
     ServerClient,
     ServerUnavailable,
-    image_data_uri,
+    media_data_uri,
     spread_labels,
 )
 from engines.sync import TensorMeta, read_safetensors
@@ -106,9 +106,9 @@ class SGLangClient(ServerClient):
             "return_prompt_token_ids": True,
         }
         if request.images:
-            body["image_data"] = [image_data_uri(image, key) for key, image in request.images]
+            body["image_data"] = [media_data_uri(image) for image in request.images]
             if self.accepts_hashes:
-                body["mm_hashes"] = [hashlib.sha256(key.encode()).hexdigest() for key, _ in request.images]
+                body["mm_hashes"] = [hashlib.sha256(image.key.encode()).hexdigest() for image in request.images]
         response = await self.post("/generate", body)
         return parse_response(response, self.eos, request)
 

@@ -17,25 +17,29 @@ from engines.common import build_request, check_response, iter_buckets
 from engines.vllm_cpu import CPU_SETTINGS, disable_weight_packing, remove_stale_shared_memory
 from engines.vllm_weights import WeightLoader
 from errors import ErrorContext, UserError, as_user_error, nearest, need
+from layers.vision import ImageInput
 from model import Processor
 from rollout import IDLE_POLL_SECONDS, Engine, Rollout, RolloutQueue, SamplingParams, add_response, never_stop
 from settings import parse_pairs
 from utils import NamedTensors, derive_seed
 
-# arguments that --vllm may not set: those with their own flag, and those that the trainer relies on
-ARGS_WITH_FLAGS = {
-    "model": "--model",
-    "tokenizer": "--model",
-    "dtype": "--dtype",
-    "seed": "--seed",
-    "max_model_len": "--max-prompt-tokens and --max-new-tokens",
-    "enable_sleep_mode": "sleep_level",
-    "mm_processor_kwargs": "--max-pixels",
-}
+# arguments that --vllm may not set, and why: those with their own flag, and those that the trainer relies on
 MANAGED_ARGS = (
     "limit_mm_per_prompt logprobs_mode logits_processors generation_config distributed_executor_backend enable_lora "
-    "quantization runner trust_remote_code skip_tokenizer_init"
+    "runner trust_remote_code skip_tokenizer_init"
 ).split()
+REFUSED_ARGS = dict.fromkeys(MANAGED_ARGS, "the trainer relies on its own value") | {
+    "model": "use --model",
+    "tokenizer": "use --model",
+    "dtype": "use --dtype",
+    "seed": "use --seed",
+    "max_model_len": "use --max-prompt-tokens and --max-new-tokens",
+    "enable_return_routed_experts": "use --replay-experts",
+    "enable_sleep_mode": "use sleep_level",
+    "mm_processor_kwargs": "use --max-pixels",
+    "quantization": "new weights would reach vLLM unquantized; leave it out",
+    "quantization_config": "new weights would reach vLLM unquantized; leave it out",
+}
 
 GENERATE_FAILED_NOTE = ErrorContext("vLLM failed while generating; continue with --resume auto; if memory ran out, "
                                     "lower --vllm max_num_seqs or gpu_memory_utilization")  # fmt: skip
@@ -56,8 +60,9 @@ def parse_vllm_args(pairs: Sequence[str], engine: str, world: int) -> dict[str, 
     need(engine in ("vllm", "server"), f"--vllm {' '.join(pairs)}: the engine is {engine}; remove --vllm")
     settings = parse_pairs("--vllm", pairs)
     for key, value in settings.items():
-        need(key not in ARGS_WITH_FLAGS, f"--vllm {key}={value}: use {ARGS_WITH_FLAGS.get(key)}")
-        need(key not in MANAGED_ARGS, f"--vllm {key}={value}: the trainer relies on its own value")
+        need(key not in REFUSED_ARGS, f"--vllm {key}={value}: {REFUSED_ARGS.get(key)}")
+        need(not key.startswith("spec") or torch.cuda.is_available(), f"--vllm {key}={value}: on a CPU, vLLM's "
+             "speculative decoding returns wrong log-probabilities; leave it out")
     tp, level = settings.get("tensor_parallel_size", 1), settings.get("sleep_level", 1)
     need(isinstance(tp, int) and tp > 0 and (world % tp == 0 or engine == "server"),
          f"--vllm tensor_parallel_size={tp} does not divide {world} processes; use a divisor")
@@ -78,6 +83,8 @@ def llm_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's LLM or of its server. `settings`: max_model_len, limit_mm_per_prompt (see
     launch.size_limits) and the arguments of --vllm."""
+    need(cuda or "enable_return_routed_experts" not in settings,
+         "--replay-experts: vLLM returns its experts only on a GPU; use --rollout hf")
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     text = config.get_text_config()
     recurrent = "linear_attention" in (getattr(text, "layer_types", None) or ())
@@ -98,6 +105,8 @@ def llm_arguments(
         mm_processor_cache_gb=1.0,
         generation_config="vllm",
     )
+    if "media_io_kwargs" in settings:  # the data has videos; their frames have their final number and size
+        arguments["mm_processor_kwargs"] |= {"do_sample_frames": False, "videos_kwargs": {"do_resize": False}}
     if cuda and dtype != torch.float32:
         arguments["hf_overrides"] = {"head_dtype": "float32"}  # compute logits in fp32, as the trainer does
     if cuda and getattr(text, "num_experts", 0):
@@ -106,6 +115,16 @@ def llm_arguments(
     if not arguments["enable_chunked_prefill"]:
         arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
     return arguments
+
+
+def multi_modal_data(images: Sequence[ImageInput]) -> dict[str, list]:
+    """Return images and videos as vLLM's requests name them. A video's metadata gives the time of each frame."""
+    data: dict[str, list] = {"image": [], "video": []}
+    for image in images:
+        n = image.patcher.n_frames
+        times = {"fps": image.fps, "total_num_frames": n, "frames_indices": list(range(n))}
+        data[image.kind].append((image.frames, times) if image.fps else image.image)
+    return data
 
 
 def start_llm(cuda: bool, tp: int, arguments: dict) -> object:
@@ -208,8 +227,10 @@ class VLLMEngine(Engine):
                 for output in outputs:
                     running.discard(output.request_id)
                     if (rollout := local.pop(output.request_id, None)) is not None:
-                        sample = validate_output(output, rollout)
+                        sample = validate_output(output, rollout, self.processor)
                         tokens, logprobs = list(sample.token_ids), list(sample.logprobs.logprobs)
+                        if self.expert_layers:
+                            rollout.add_experts(sample.routed_experts[:, self.expert_layers])
                         add_response(rollout, tokens, logprobs, self.processor, [self.weights_version] * len(tokens))
                         responses.mark_sampled(rollout)
         finally:
@@ -227,8 +248,9 @@ class VLLMEngine(Engine):
         from vllm import SamplingParams as VLLMSamplingParams
 
         prompts, parameters = [], []
-        for uid, sample, turn, max_tokens, ids, images in requests:
-            prompts.append({"prompt_token_ids": ids} | ({"multi_modal_data": {"image": images}} if images else {}))
+        for uid, sample, turn, max_tokens, ids, images, n_routed in requests:
+            data = {"multi_modal_data": multi_modal_data(images)} if images else {}
+            prompts.append({"prompt_token_ids": ids} | data)
             parameters.append(
                 VLLMSamplingParams(
                     temperature=sampling.temperature,
@@ -237,6 +259,7 @@ class VLLMEngine(Engine):
                     max_tokens=max_tokens,
                     stop_token_ids=self.processor.eos_ids,
                     ignore_eos=True,  # stop only at stop_token_ids, not at the model's own EOS
+                    routed_experts_prompt_start=n_routed,
                     logprobs=0,
                     flat_logprobs=True,
                     detokenize=False,
@@ -294,13 +317,14 @@ class VLLMEngine(Engine):
         self.llm.llm_engine.reset_encoder_cache()
 
 
-def validate_output(output: Any, rollout: Rollout) -> Any:
+def validate_output(output: Any, rollout: Rollout, processor: Processor) -> Any:
     """Return the sample of a vLLM output. Raise UserError if its prompt is not the rollout so far, or if its
     log-probabilities are not finite."""
     sample, prompt = output.outputs[0], rollout.prompt
     with as_user_error(UserError, f"example {prompt.uid!r}"):
         prompt_ids = prompt.token_ids + rollout.response
-        check_response("vLLM", output.prompt_token_ids, prompt_ids, sample.logprobs.logprobs)
+        engine_ids = processor.merge_placeholders(output.prompt_token_ids)
+        check_response("vLLM", engine_ids, prompt_ids, sample.logprobs.logprobs)
     assert sample.finish_reason in ("stop", "length"), f"vLLM ended {prompt.uid!r} with {sample.finish_reason!r}"
     assert list(sample.logprobs.token_ids) == list(sample.token_ids), "one logprob per sampled token"
     return sample

@@ -4,6 +4,8 @@ vLLM 0.32.0.
 """
 
 import asyncio
+import base64
+import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -11,13 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from engines.client import (
     EndpointNotFound,
     GenerateRequest,
     GenerateResult,
     ServerClient,
     ServerUnavailable,
-    image_data_uri,
+    media_data_uri,
     spread_labels,
 )
 from engines.sync import TensorMeta
@@ -37,7 +41,9 @@ def parse_completion(response: dict, model: str) -> GenerateResult:
     labels = spread_labels(choice["weight_versions"] if model == POLICY_MODEL_NAME else None, model, len(tokens))
     logprobs = [entry["logprob"] for entry in content]
     logprobs = [math.nan if logprob <= NON_FINITE_LOGPROB else logprob for logprob in logprobs]
-    return GenerateResult(response["prompt_token_ids"], tokens, logprobs, choice["finish_reason"], labels)
+    encoded = choice.get("routed_experts")  # a .npy file in base64
+    experts = np.load(io.BytesIO(base64.b64decode(encoded))) if encoded else ()
+    return GenerateResult(response["prompt_token_ids"], tokens, logprobs, choice["finish_reason"], labels, experts)
 
 
 class VLLMClient(ServerClient):
@@ -75,15 +81,16 @@ class VLLMClient(ServerClient):
         for _ in range(3):
             try:
                 await self._upload_images(request, model)
-                references = [{"type": "image_url", "uuid": self.image_names[key]} for key, _ in request.images]
+                names = self.image_names
+                references = [{"type": f"{image.kind}_url", "uuid": names[image.key]} for image in request.images]
                 return parse_completion(await self._generate(request, model, references), model)
             except (ServerUnavailable, UserError) as error:
                 # After a cancelled request the server may wrongly assume that its engine has the image. All requests
                 # that name the image then fail, so it is uploaded again under another name.
                 if "Cache miss" not in str(error) and "answered 500" not in str(error):
                     raise
-                for key, _ in request.images:
-                    self.image_names.pop(key, None)
+                for image in request.images:
+                    self.image_names.pop(image.key, None)
         # the server drops images faster than requests can name them, so this request has their data
         parts = await asyncio.to_thread(self._image_parts, request)
         return parse_completion(await self._generate(request, model, parts), model)
@@ -92,17 +99,17 @@ class VLLMClient(ServerClient):
         """Return the images of a request with their data, under new names if the server does not have them."""
         return [
             {
-                "type": "image_url",
-                "uuid": self.image_names.get(key, f"{key}-{next(self.numbers)}"),
-                "url": image_data_uri(image),
+                "type": f"{image.kind}_url",
+                "uuid": self.image_names.get(image.key, f"{image.key}-{next(self.numbers)}"),
+                "url": media_data_uri(image),
             }
-            for key, image in request.images
+            for image in request.images
         ]
 
     async def _upload_images(self, request: GenerateRequest, model: str) -> None:
         """Upload the images that the server does not have, once for all samples of a prompt, by sampling a single
         token. This also puts the prompt into the server's prefix cache."""
-        keys = tuple(key for key, _ in request.images)
+        keys = tuple(image.key for image in request.images)
         async with self.upload_locks.setdefault(keys, asyncio.Lock()):
             if not self.image_names.keys() >= set(keys):
                 parts = await asyncio.to_thread(self._image_parts, request)
@@ -118,6 +125,7 @@ class VLLMClient(ServerClient):
             "max_tokens": request.max_tokens,
             "stop_token_ids": self.eos,
             "ignore_eos": True,  # stop only at stop_token_ids, not at the model's own EOS
+            "routed_experts_prompt_start": request.n_routed,
             "logprobs": 0,
             "detokenize": False,
         }

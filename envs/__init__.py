@@ -14,16 +14,19 @@ from PIL import Image
 
 from errors import need
 from prepare_data import Example
+from sources.videos import Video
 
 
 @dataclass
 class Observation:
     """An observation: what an environment returns for a response."""
 
-    messages: str | Sequence[Mapping[str, str]] = ""  # a user message, or several; each <image> is one of `images`
+    # a user message, or several; each <image> is one of `images`, and each <video> one of `videos`
+    messages: str | Sequence[Mapping[str, str]] = ""
     images: Sequence[Image.Image | bytes] = ()
     reward: float | Mapping[str, float] = 0.0  # reward of this turn, or named numbers with it under "reward"
     done: bool = False  # is the episode over? The messages are then only recorded, not shown to the policy
+    videos: Sequence[Video] = ()
 
 
 class Environment:
@@ -31,6 +34,8 @@ class Environment:
     in threads."""
 
     images_per_turn = 1  # most images in an observation
+    videos_per_turn = 0  # most videos in an observation
+    frames_per_video = 16  # most frames of such a video
 
     def reset(self, example: Example) -> tuple[Sequence[Mapping[str, str]], Sequence[Image.Image | bytes]]:
         """Return the messages and images of the prompt, always the same ones for the same example."""

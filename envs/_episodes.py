@@ -33,7 +33,8 @@ from envs._factory import (
 )
 from envs._threads import ENV_EXCEPTIONS, ENV_POOL, ThreadJob, close_environment, event_loop, to_coroutine
 from errors import UserError, describe_error, need, users_traceback
-from model import IMAGE_PLACEHOLDER, ImageInput, Processor
+from layers.video import encode_prompt, frames_to_patches
+from model import ImageInput, Processor
 from reward import RewardFailure, validate_reward
 from rollout import (
     Engine,
@@ -48,6 +49,8 @@ from rollout import (
     preprocess_image,
     start_rollouts,
 )
+from sources.content import IMAGE_PLACEHOLDER, MARK_PATTERN, VIDEO_PLACEHOLDER
+from sources.videos import Video, need_rate
 from utils import print0, sum_dicts
 
 # Sampling waits at most MAX_WAIT_SECONDS for an environment that was just called, and all waits of one call of
@@ -63,8 +66,9 @@ class EncodedObservation:
     """An observation as tokens and image patches."""
 
     tokens: list[int]  # by the chat template, up to the policy's next response; image tokens expanded
+    unexpanded: list[int]  # the same with one placeholder per image or video
     messages: list[dict]
-    images: list[ImageInput]
+    images: list[ImageInput]  # and videos, in the order of their tokens
     rewards: dict[str, float]
     done: bool
 
@@ -188,7 +192,8 @@ class EpisodeQueue(RolloutQueue):
         if self.owner.separate:
             ids = rollout.prompt.token_ids + rollout.response
             n_sampled = len(r.logprobs) - sum(turn.n_sampled for turn in r.separate_turns)
-            r.separate_turns.append(TurnSequence(ids, n_sampled, len(r.prompt.images) + len(r.images)))
+            r.separate_turns.append(
+                TurnSequence(ids, n_sampled, len(r.prompt.images) + len(r.images), list(rollout.experts)))
         r.messages.append({"role": "assistant", "content": r.text})
         self._call_environment(episode, r.text)
 
@@ -223,10 +228,8 @@ class EpisodeQueue(RolloutQueue):
             result = self._check_reset(episode, raw) if response is None else self._encode_observation(episode, raw)
         except ENV_EXCEPTIONS as error:
             line = self._line(episode, f"raised {describe_error(error)}")
-            error.add_note(line)
-            is_user_error = isinstance(error, UserError)
-            result = RewardFailure("errors", type(error).__name__, line, users_traceback(error), is_user_error,
-                                   None if is_user_error else error)
+            trace = "" if isinstance(error, UserError) else users_traceback(error)
+            result = RewardFailure("errors", type(error).__name__, line, trace)
         with self.changed:
             self.results[episode] = result
             self.running.discard(episode)
@@ -248,24 +251,44 @@ class EpisodeQueue(RolloutQueue):
     def _encode_observation(self, episode: Episode, obs: Any) -> EncodedObservation:
         """Return an observation as tokens and patches. Raise UserError if it is invalid."""
         need(isinstance(obs, Observation), f"step returned {type(obs).__name__}; expected an envs.Observation")
-        messages, images = validate_messages(obs.messages, obs.images) if obs.messages or not obs.done else ([], ())
+        messages, images, videos = [], (), ()
+        if obs.messages or not obs.done:
+            messages, images, videos = validate_messages(obs.messages, obs.images, obs.videos)
         reward = dict(obs.reward) if isinstance(obs.reward, Mapping) else obs.reward
         rewards = validate_reward(reward, episode.rollout.prompt.uid, episode.rollout.text)
         if obs.done:  # the last messages are recorded, but not shown to the policy
-            last = [message | {"content": message["content"].replace(IMAGE_PLACEHOLDER, "")} for message in messages]
-            return EncodedObservation([], last, [], rewards, True)
+            last = [message | {"content": MARK_PATTERN.sub("", message["content"])} for message in messages]
+            return EncodedObservation([], [], last, [], rewards, True)
         roles = [message["role"] for message in messages]
         need("assistant" not in roles, "step returned a message of the role assistant, which is the policy's")
-        if not any(IMAGE_PLACEHOLDER in message["content"] for message in messages):
-            messages[0]["content"] = IMAGE_PLACEHOLDER * len(images) + messages[0]["content"]
-        check_placeholders(messages, images)
-        limit = self.environments.images_per_turn
-        need(len(images) <= limit, f"step returned {len(images)} images, more than images_per_turn = {limit}")
+        for mark, given in ((VIDEO_PLACEHOLDER, videos), (IMAGE_PLACEHOLDER, images)):
+            if not any(mark in message["content"] for message in messages):
+                messages[0]["content"] = mark * len(given) + messages[0]["content"]
+        check_placeholders(messages, images, videos)
+        for kind, given in (("images", images), ("videos", videos)):
+            limit = self.environments.limits[f"{kind}_per_turn"]
+            need(len(given) <= limit, f"step returned {len(given)} {kind}, more than {kind}_per_turn = {limit}")
         special = self.processor.special_tokens_in(messages)
         need(not special, f"step returned text with the special tokens {', '.join(special)}; remove them")
-        images = [self._preprocess(image, episode.rollout.prompt.blank) for image in images]
-        ids = self.processor.expand_image_tokens(self.processor.tokenize_observation(messages), images)
-        return EncodedObservation(ids, messages, images, rewards, False)
+        blank = episode.rollout.prompt.blank
+        inputs = [self._preprocess(image, blank) for image in images]
+        inputs += [self._preprocess_video(video, blank) for video in videos]
+        tokenize = self.processor.tokenize_observation
+        ids, inputs, unexpanded_ids = encode_prompt(self.processor, messages, inputs, tokenize)
+        return EncodedObservation(ids, unexpanded_ids, messages, inputs, rewards, False)
+
+    def _preprocess_video(self, video: Any, blank: bool) -> ImageInput:
+        """Return a video as the model sees it."""
+        need(isinstance(video, Video), f"a video is {type(video).__name__}; expected an envs.Video(frames, fps)")
+        need_rate(video.fps)
+        need(isinstance(video.frames, Sequence) and not isinstance(video.frames, str | bytes),
+             f"the frames of a video are {type(video.frames).__name__}; expected a list of images")
+        limit = self.environments.limits["frames_per_video"]
+        need(0 < len(video.frames) <= limit,
+             f"a video has {len(video.frames)} frames; expected 1 to frames_per_video = {limit}")
+        frames = [self._preprocess(frame, blank) for frame in video.frames]
+        need(len({frame.image.size for frame in frames}) == 1, "the frames of a video have different sizes")
+        return frames_to_patches(self.processor, frames, float(video.fps))
 
     def _preprocess(self, image: Any, blank: bool) -> ImageInput:
         """Return an image as the model sees it. Equal images of all episodes share one object."""
@@ -310,7 +333,7 @@ class EpisodeQueue(RolloutQueue):
         for e in list(self.running):
             if e.started_at and time.monotonic() - e.started_at > self.cfg.env_timeout:
                 line = self._line(e, f"took longer than --env-timeout {self.cfg.env_timeout:g} s")
-                failures[e] = RewardFailure("timeouts", "timeout", line, is_user_error=True)
+                failures[e] = RewardFailure("timeouts", "timeout", line)
                 ENV_POOL.abandon(e.job) if e.future is None else e.future.cancel()
                 self.running.remove(e)
         return failures
@@ -352,15 +375,14 @@ class EpisodeQueue(RolloutQueue):
         r.response_mask += [False] * len(result.tokens)
         r.messages += result.messages
         r.images += result.images
+        r.unexpanded_observations.append(result.unexpanded)
         r.n_turns += 1
         sampled.n_turns = r.n_turns
         return sampled
 
     def _make_turn_prompt(self, r: Rollout, messages: list[dict], images: list[ImageInput]) -> Rollout:
         """Return a rollout for the next turn, whose prompt is all messages so far as the chat template writes them."""
-        images = r.prompt.images + images
-        unexpanded_ids = self.processor.tokenize_messages(messages)
-        ids = self.processor.expand_image_tokens(unexpanded_ids, images)
+        ids, images, unexpanded_ids = encode_prompt(self.processor, messages, r.prompt.images + images)
         return Rollout(
             Prompt(f"{r.prompt.uid}#{r.n_turns}", ids, images, r.prompt.example, unexpanded_ids), r.sample_index
         )

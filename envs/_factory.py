@@ -15,15 +15,16 @@ from typing import Any
 from PIL import Image
 
 from envs import Environment
+from envs._gymnasium import GymnasiumAdapter
 from envs._threads import close_environment, event_loop, to_coroutine
 from errors import ErrorContext, UserError, as_user_error, need
-from model import IMAGE_PLACEHOLDER
 from prepare_data import Example, decode_image
 from rewards.functions import import_file
 from rollout import EnvConfig
 from settings import parse_pairs
-from sources.content import insert_image_placeholders
-from sources.images import IMAGE_ERRORS
+from sources.content import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, insert_placeholders
+from sources.images import IMAGE_ERRORS, check_header
+from sources.videos import Video
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Loading
@@ -45,9 +46,12 @@ class EnvFactory:
         self.make = functools.partial(env_class, **settings)
         for name in ("reset", "step"):
             need(callable(getattr(env_class, name, None)), f"{self.flag}: no method {name}; see docs/environments.md")
-        self.images_per_turn = getattr(env_class, "images_per_turn", Environment.images_per_turn)
-        need(type(self.images_per_turn) is int and self.images_per_turn >= 0,
-             f"{self.flag}: images_per_turn is {self.images_per_turn!r}, expected a whole number")
+        if {"seed", "options"} <= {*inspect.signature(env_class.reset).parameters}:  # Gymnasium's interface
+            self.make = lambda: GymnasiumAdapter(env_class(**settings))
+        names = "images_per_turn", "videos_per_turn", "frames_per_video"
+        self.limits = {name: getattr(env_class, name, getattr(Environment, name)) for name in names}
+        for name, limit in self.limits.items():
+            need(type(limit) is int and limit >= 0, f"{self.flag}: {name} is {limit!r}, expected a whole number")
         self.most_at_start = 0  # most images at the start of an episode so far
         self.largest: tuple[int, int] = (0, 0)  # (width, height) of the largest image at the start of an episode so far
         self.all_answered_quickly = True  # has every environment answered within MAX_WAIT_SECONDS so far?
@@ -71,10 +75,12 @@ class EnvFactory:
         self.largest = max([self.largest, *sizes], key=math.prod)
         return start
 
-    def episode_image_limits(self) -> tuple[int, tuple[int, int]]:
-        """Return the most images that an episode can have, and the size of the largest image at the start of one, over
-        all examples so far."""
-        return self.most_at_start + self.images_per_turn * (self.cfg.max_turns - 1), self.largest
+    def episode_limits(self) -> tuple[int, tuple[int, int], int, int]:
+        """Return the most images that an episode can have, the size of the largest image at the start of one, over all
+        examples so far, the most videos in its observations, and the most frames of one of these."""
+        images, videos, frames = self.limits.values()
+        turns = self.cfg.max_turns - 1
+        return self.most_at_start + images * turns, self.largest, videos * turns, frames
 
 
 def load_class(name: str) -> type:
@@ -104,16 +110,21 @@ def make_start(result: Any, example: Example) -> Example:
     invalid."""
     need(isinstance(result, tuple | list) and len(result) == 2,
          f"returned {result!r:.200}; expected (messages, images), such as (\"<image>What is this?\", [image])")
-    messages, images = validate_messages(*result)
-    check_placeholders(messages, images)
+    messages, images, videos = validate_messages(*result)
+    n_marks = sum(message["content"].count(VIDEO_PLACEHOLDER) for message in messages)
+    need(not videos and n_marks == len(example.videos),
+         f"messages have {n_marks} {VIDEO_PLACEHOLDER} marks and {len(videos)} videos, but a prompt shows exactly the "
+         f"videos of its row; write {len(example.videos)} marks, and no videos")
+    check_placeholders(messages, images, example.videos)
     images = images if images is example.images else list(map(to_image_bytes, images))
     return replace(example, messages=messages, images=images)
 
 
-def check_placeholders(messages: Sequence[dict], images: Sequence[Any]) -> None:
-    """Raise UserError if the number of <image> marks in the messages is not the number of images."""
-    n_marks = sum(message["content"].count(IMAGE_PLACEHOLDER) for message in messages)
-    need(n_marks == len(images), f"{len(images)} images with {n_marks} {IMAGE_PLACEHOLDER} marks; give one per image")
+def check_placeholders(messages: Sequence[dict], images: Sequence[Any], videos: Sequence[Any]) -> None:
+    """Raise UserError if the number of <image> or <video> marks in the messages is not that of images or videos."""
+    for mark, given in ((IMAGE_PLACEHOLDER, images), (VIDEO_PLACEHOLDER, videos)):
+        n_marks, kind = sum(message["content"].count(mark) for message in messages), mark.strip("<>")
+        need(n_marks == len(given), f"{kind}s: {len(given)}; {mark} marks: {n_marks}; give one mark per {kind}")
 
 
 def copy_example(example: Example) -> Example:
@@ -127,27 +138,33 @@ def decode_env_image(data: bytes) -> Image.Image:
         return decode_image(data)
 
 
-def validate_messages(messages: Any, images: Any) -> tuple[list[dict], Sequence[Any]]:
-    """Return an environment's messages as {role, content}, whose contents are texts with <image> marks, and its images.
-    `messages` is a text, or a list of {role, content} whose contents may be lists of parts, as in rows. Raise UserError
-    if they are invalid."""
-    need(isinstance(images, Sequence) and not isinstance(images, str | bytes),
-         f"images are {type(images).__name__}; expected a list of images")
+def validate_messages(
+    messages: Any, images: Any, videos: Any = ()
+) -> tuple[list[dict], Sequence[Any], Sequence[Any]]:
+    """Return an environment's messages as {role, content}, whose contents are texts with <image> and <video> marks, its
+    images and its videos. `messages` is a text, or a list of {role, content} whose contents may be lists of parts, as
+    in rows. Raise UserError if they are invalid."""
+    for kind, given in (("images", images), ("videos", videos)):
+        need(isinstance(given, Sequence) and not isinstance(given, str | bytes | Video),
+             f"{kind} are {type(given).__name__}; expected a list of {kind}")
     problem = f"messages are {messages!r:.200}; expected text, or a list of {{'role': ..., 'content': ...}} of texts"
     with as_user_error((TypeError, LookupError), problem):
         checked = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         if any(isinstance(message["content"], list) for message in checked):
-            checked, images = insert_image_placeholders(checked, list(images))
+            checked, images, videos = insert_placeholders(checked, list(images), list(videos))
         # plain str: instances of a subclass in the user's file could not be sent to other processes
         checked = [{name: str.__str__(value) for name, value in dict(message).items()} for message in checked]
     need(checked and all(message.keys() == {"role", "content"} for message in checked), problem)
-    return checked, images
+    return checked, images, videos
 
 
 def check_image(image: Any) -> None:
-    """Raise UserError if an image is neither bytes nor a PIL Image."""
+    """Raise UserError if an image is neither bytes nor a PIL Image, or a PIL Image that would be refused as a file."""
     need(isinstance(image, bytes | Image.Image),
          f"an image is {type(image).__name__}; expected the bytes of a file, or a PIL Image")
+    if isinstance(image, Image.Image):
+        with as_user_error(UserError, "an image"):
+            check_header(image)
 
 
 def to_image_bytes(image: Any) -> bytes:

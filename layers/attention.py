@@ -8,13 +8,14 @@ plan(layer, query, key, value, scale); any other forward pass uses transformers'
 import functools
 import importlib.util
 import inspect
+from collections.abc import Callable, Iterable
 from itertools import chain, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -46,6 +47,7 @@ class PackedAttention:
 
     def __init__(self, backend: str, micro: Any):
         self.backend = backend
+        self.micro = micro
         cuts: set[int] = set()
         for start, stop, previous in micro.segments:
             cuts |= {start, stop, previous + 1}
@@ -69,14 +71,20 @@ class PackedAttention:
             [self.cu_seqlens] = copy_together([torch.tensor(bounds, dtype=torch.int32)], micro.subtree_end_T.device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Return the attention of a layer: query (1, heads, T, d), key and value (1, key heads, T, d) -> (1, heads, T,
-        d)."""
+        """Compute the attention of a layer, and return it in the shape of the query: (1, heads, T, d).
+
+        Key and value are (1, key heads, T, d).
+        """
         if self.backend == "sdpa":
             return self._by_segments(query, key, value, scale)
         if self.backend == "flex":
-            n = query.shape[2]
-            padded = (F.pad(x, (0, 0, 0, self.padded - n)) for x in (query, key, value))
-            return _flex(query.device.type)(*padded, block_mask=self.mask, scale=scale, enable_gqa=True)[:, :, :n]
+            n, repeats = query.shape[2], query.shape[1] // key.shape[1]
+            query, key, value = (F.pad(x, (0, 0, 0, self.padded - n)) for x in (query, key, value))
+            # flex_attention gets one key head per query head. With fewer key heads, its backward pass is 3 times slower
+            # on an H200: one thread block goes through the queries of all heads that share a key head, and the keys of
+            # a shared prompt have the most queries.
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+            return _flex(query.device.type)(query, key, value, block_mask=self.mask, scale=scale)[:, :, :n]
         rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (T, heads, d)
         return _varlen(*rows, self.cu_seqlens, self.longest, scale).transpose(0, 1)[None]
 
@@ -107,6 +115,11 @@ class PackedAttention:
 BLOCK = 128  # side of a block of flex_attention's mask, in tokens
 
 
+def padded_length(n: int) -> int:
+    """Return the number of tokens in the blocks of flex_attention for n tokens; see block_mask."""
+    return max(2, n // BLOCK + 1) * BLOCK
+
+
 def block_mask(end_T: Tensor) -> tuple[Any, int]:
     """Return flex_attention's mask and its length: a number of whole blocks, in which padding tokens see only
     themselves.
@@ -118,19 +131,19 @@ def block_mask(end_T: Tensor) -> tuple[Any, int]:
     from torch.nn.attention.flex_attention import BlockMask
 
     n, device = len(end_T), end_T.device
-    blocks = max(2, n // BLOCK + 1)
-    ends = torch.cat([end_T, torch.arange(n + 1, blocks * BLOCK + 1, device=device)])
+    padded = padded_length(n)
+    ends = torch.cat([end_T, torch.arange(n + 1, padded + 1, device=device)])
 
     def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < ends[k])
 
-    first_Q = torch.arange(0, blocks * BLOCK, BLOCK, device=device)[:, None]  # first query of each block of queries
-    min_K, max_K = ends.view(blocks, BLOCK).aminmax(dim=1)
+    first_Q = torch.arange(0, padded, BLOCK, device=device)[:, None]  # first query of each block of queries
+    min_K, max_K = ends.view(-1, BLOCK).aminmax(dim=1)
     below_QK = first_Q > first_Q.T
     full_QK = below_QK & (min_K >= first_Q + BLOCK)
     partial_QK = ((below_QK & (max_K > first_Q)) | (first_Q == first_Q.T)) & ~full_QK
     lists = chain.from_iterable(map(_block_lists, (partial_QK, full_QK)))
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees), blocks * BLOCK
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees), padded
 
 
 def _block_lists(visible_QK: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,13 +158,29 @@ def _flex(device_type: str):
     """Return flex_attention, compiled on a GPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    if device_type != "cuda":  # on the CPU it has no backward pass; tests use it uncompiled to compare values
-        return flex_attention
-    # Past the limit dynamo falls back to eager mode, which builds the whole score matrix: fail instead. There are two
-    # graphs, with and without gradients, and more if an adapter leaves some of query, key and value without gradients.
+    # There are two graphs, with and without gradients, and more if an adapter leaves some of query, key and value
+    # without gradients. On the CPU flex_attention has no backward pass; tests use it uncompiled to compare values.
+    return _compile(flex_attention) if device_type == "cuda" else flex_attention
+
+
+def _compile(function: Callable) -> Callable:
+    """Return a compiled version of the function, which is not compiled again for other numbers of tokens."""
+    # Past its limit of recompilations, dynamo would fall back to eager mode, in which flex_attention builds the whole
+    # score matrix; raise an error instead.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(function, dynamic=True)
+
+
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Compile language blocks in place, except for their attention, which runs as it does without `--compile`.
+
+    All blocks share the compiled code. Blocks with linear attention are not compiled, because their loop over the
+    pieces of a micro-batch would be compiled again for each micro-batch.
+    """
+    for block in blocks:
+        if not any(hasattr(module, "conv_kernel_size") for module in block.modules()):
+            block.forward = _compile(block.forward)
 
 
 def _varlen(
@@ -177,6 +206,7 @@ def _varlen(
     return varlen_attn(query, key, value, *lengths, scale=scale, **options)
 
 
+@torch.compiler.disable
 def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, plan=None, **kwargs):
     """Compute the attention of a layer; transformers calls it by the name "planned"."""
     if plan is None:

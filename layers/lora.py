@@ -5,7 +5,7 @@ Adapters are read and written in PEFT's format.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,7 +53,7 @@ def add_adapter(layer: nn.Linear, scale: float, a: Tensor, b: Tensor) -> None:
     """Add an adapter to a layer, in place; in fp32 whatever the layer's dtype."""
     layer.__class__ = LoraLinear
     layer.scale, layer.off = scale, False
-    device = "cpu" if layer.weight.is_meta else layer.weight.device
+    device = a.device if layer.weight.is_meta else layer.weight.device
     layer.lora_A, layer.lora_B = (nn.Parameter(x.to(device, torch.float32, copy=True)) for x in (a, b))
 
 
@@ -82,12 +82,12 @@ class AdapterFreePolicy:
     def __init__(self, policy: nn.Module):
         self.policy = policy
 
-    def __call__(self, *args):
+    def __call__(self, micro, *args):
         layers = find_lora_layers(self.policy).values()
         for layer in layers:
             layer.off = True
         try:
-            return self.policy(*args)
+            return self.policy(replace(micro, experts_T=None), *args)
         finally:
             for layer in layers:
                 layer.off = False

@@ -1,12 +1,16 @@
-"""Images: their patches, made on the device of the vision tower, and the tower's features, computed once per image.
+"""Images and videos: their patches, made on the device of the vision tower, and the tower's features, computed once per
+image or slice of a video (layers/video.py).
 
 Axes: H hidden size, I image tokens.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -22,36 +26,73 @@ class Patcher:
     table_CB: Tensor  # (channels, 256) fp32, see model.Processor._make_patcher
     patch: int  # side of a patch in pixels
     merge: int  # side of an image token in patches
-    frames: int  # copies of an image in each of its patches
+    slice_frames: int  # frames in a patch; the last frame of the input is repeated if one is missing
+    n_frames: int = 1  # frames of the input, which are one below the other
 
     def __call__(self, image: Image.Image, device: torch.device | str = "cpu") -> Tensor:
-        """Return the patches of an RGB image, (patches, channels * frames * patch * patch) fp32."""
+        """Return the patches of an RGB image, (patches, channels * slice_frames * patch * patch) fp32."""
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(-1, len(self.table_CB))
         pixels, table_CB = copy_together([pixels, self.table_CB], torch.device(device))
-        planes = table_CB.gather(1, pixels.t().long())
-        rows, columns = (n // (self.patch * self.merge) for n in (image.height, image.width))
+        planes = table_CB.gather(1, pixels.t().long()).view(len(table_CB), self.n_frames, -1)
+        planes = torch.cat([planes, planes[:, -1:].expand(-1, -self.n_frames % self.slice_frames, -1)], dim=1)
+        rows, columns = (n // (self.patch * self.merge) for n in (image.height // self.n_frames, image.width))
         inner = (self.merge, self.patch)
-        patches = planes.view(len(planes), rows, *inner, columns, *inner).permute(1, 4, 2, 5, 0, 3, 6)
-        return patches.flatten(0, 3).flatten(2).repeat(1, 1, self.frames).flatten(1)
+        patches = planes.view(len(planes), -1, self.slice_frames, rows, *inner, columns, *inner)
+        return patches.permute(1, 3, 6, 4, 7, 0, 2, 5, 8).flatten(0, 4).flatten(1)
 
 
 @dataclass(eq=False)
 class ImageInput:
-    """An image at the size that the model sees. `key` identifies its content.
+    """An image or a video at the size that the model sees. `key` identifies its content.
 
     Patches are eight times as large as the image, so they are not kept but made whenever the vision tower runs, on its
     device. This is rare for a frozen tower, whose features are cached.
     """
 
     key: str
-    image: Image.Image  # RGB
+    image: Image.Image  # RGB; the frames of a video are one below the other
     grid_thw: tuple[int, int, int]  # in patches
     n_tokens: int  # image tokens of the language model
     patcher: Callable[[Image.Image, torch.device | str], Tensor]
+    keep: bool = True  # whether a VisionCache may keep its features; False for images that occur only once
+    fps: float = 0.0  # frames per second of a video; 0: an image
+    interval: float = 1.0  # distance between consecutive slices of a video in M-RoPE's temporal positions
+    separate: bool = False  # whether the model reads the slices of a video as images
+
+    @property
+    def kind(self) -> str:
+        return "video" if self.fps else "image"
+
+    @property
+    def frames(self) -> np.ndarray:
+        """Return the frames of a video, (frames, height, width, 3) uint8."""
+        return np.array(self.image).reshape(self.patcher.n_frames, -1, self.image.width, 3)
+
+    @property
+    def parts(self) -> list["ImageInput"]:
+        """Return the slices of a video if they are separate, else only the input itself."""
+        return self.slices if self.separate else [self]
+
+    @cached_property
+    def slices(self) -> list["ImageInput"]:
+        """Return the slices of a video as inputs."""
+        frames, n = self.frames, self.patcher.slice_frames
+        pairs = (frames[start : start + n] for start in range(0, len(frames), n))
+        return [make_video_input(pair, self.fps, self.patcher, self.keep) for pair in pairs]
 
     def pixel_values(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the patches that the vision tower reads, (patches, patch dim) fp32."""
         return self.patcher(self.image, device)
+
+
+def make_video_input(
+    frames: np.ndarray, fps: float, patcher: Patcher, keep: bool = True, interval: float = 1.0, separate: bool = False
+) -> ImageInput:
+    """Return a video as an input. frames: (frames, height, width, 3) uint8, at the size that the model sees."""
+    t, (h, w) = -(-len(frames) // patcher.slice_frames), (side // patcher.patch for side in frames.shape[1:3])
+    key, image = f"{hashlib.sha1(frames).hexdigest()}-{frames.shape}-{fps}", Image.fromarray(np.concatenate(frames))
+    patcher = replace(patcher, n_frames=len(frames))
+    return ImageInput(key, image, (t, h, w), t * h * w // patcher.merge**2, patcher, keep, fps, interval, separate)
 
 
 class VisionCache:
@@ -79,6 +120,7 @@ class VisionCache:
 def vision_features(hf, images: Sequence[ImageInput], cache: VisionCache | None = None) -> tuple[Tensor, list[Tensor]]:
     """Return the features of the images, (I, H), and those of each deepstack layer, (I, H) each. Equal images are
     computed once."""
+    images = [part for image in images for part in image.parts]
     unique = {image.key: image for image in images}
     layers_by_key = {key: cache.get(key) if cache else None for key in unique}
     missing = [image for key, image in unique.items() if layers_by_key[key] is None]
@@ -97,7 +139,7 @@ def vision_features(hf, images: Sequence[ImageInput], cache: VisionCache | None 
         layers = [layer.split(sizes) if torch.is_tensor(layer) else layer for layer in layers]
         for i, image in enumerate(dict.fromkeys(batch)):
             layers_by_key[image.key] = tuple(layer[i] for layer in layers)
-            if cache:
+            if cache and image.keep:
                 cache.put(image.key, layers_by_key[image.key])
     pooled, *deep = (torch.cat(parts) for parts in zip(*(layers_by_key[image.key] for image in images), strict=True))
     return pooled, deep

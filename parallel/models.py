@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from errors import UserError, need
+from errors import UserError, need, plug_in
 from grpo import Algorithm
+from layers.attention import compile_blocks
 from layers.lora import AdapterFreePolicy, add_lora
-from model import Critic, ModelConfig, Policy, Processor, VisionCache, resolve_dtype
+from model import Critic, ModelConfig, Policy, PolicyOutput, Processor, VisionCache, resolve_dtype
 from packing import Packer
 from parallel import sharding
 from parallel.loading import build_meta_model, load_sharded
@@ -61,13 +62,15 @@ class Models:
     critic: Critic | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
     reference: Policy | AdapterFreePolicy | None = None
+    teacher: Policy | None = None
     dtype: torch.dtype = torch.float32  # compute dtype
     checkpointed: dict[str, tuple] = field(default_factory=dict)  # saved in checkpoints: name -> (model, optimizer)
     checkpoint_parts: list[str] = field(default_factory=list)  # result of the function checkpoint_parts
 
     def with_weights(self) -> list[Policy]:
         """Return the models that have separate weights; AdapterFreePolicy shares the policy's."""
-        return [model for model in (self.policy, self.critic, self.reference) if isinstance(model, Policy)]
+        return [model for model in (self.policy, self.critic, self.reference, self.teacher)
+                if isinstance(model, Policy)]
 
     @property
     def vision_flop_factor(self) -> float:
@@ -79,6 +82,18 @@ class Models:
     def weights(self, dtype: torch.dtype) -> GetWeights:
         """Return a function that yields the policy's weights in `dtype`, as Engine.sync needs it."""
         return partial(sharding.FullParameters, self.policy, dtype=dtype)
+
+    def logprob_passes(self, algo: Algorithm, seed: int, step: int) -> dict[str, Callable[..., PolicyOutput]]:
+        """Return the forward passes that fill columns of the TokenBatch before the update, besides the old policy's:
+        by column, functions of a micro-batch and a temperature."""
+        models = {"ref_logps": self.reference, "teacher_logps": self.teacher}
+        passes: dict[str, Callable] = {column: model for column, model in models.items() if model}
+        if algo.reads("view_logps"):
+            views = plug_in("algorithms._views", "--algo-args view")
+            view = partial(views.view_micro_batch, kind=algo.view, amount=algo.view_share)
+            seeds = seed, step
+            passes["view_logps"] = lambda micro, temperature: self.policy(view(micro, seed=seeds), temperature)
+        return passes
 
     def reshard(self) -> None:
         """Free gathered weights after forwards without a backward, because an update would leave them stale."""
@@ -107,25 +122,36 @@ class Models:
 def build_models(cfg: Any, processor: Processor, ctx: DistContext) -> Models:
     """Return the models that the algorithm of train.py's `cfg` needs, with the weights of --model."""
     algo, optim, model = cfg.algo, cfg.optim, cfg.model
+    if algo.reads("teacher_logps"):  # before anything large is loaded
+        teacher = Processor(algo.teacher, model.min_pixels, model.max_pixels, "--teacher")
+        plug_in("algorithms.distill", "--teacher").check_teacher(algo.teacher, model.model, processor, teacher)
     dtype = resolve_dtype(model.dtype, ctx.device)
     master = {"fp32": torch.float32, "bf16": torch.bfloat16}[model.master_dtype]
+
+    def new_cache() -> VisionCache | None:
+        return VisionCache(model.vision_cache_gb * 2**30) if model.vision_cache_gb else None
+
     # engine and trainer share a cache, because both compute the same features if the tower is frozen
-    cached = model.vision_frozen and model.vision_cache_gb > 0
-    cache = VisionCache(model.vision_cache_gb * 2**30) if cached else None
+    cache = new_cache() if model.vision_frozen else None
     lora = model.lora(cfg.run.seed)
 
-    def build(model_class: type[Policy], frozen: bool = False, **kwargs: bool) -> Policy:
-        hf = build_meta_model(model.model, dtype if frozen else master, model.family_paths)
-        if lora:
+    def build(model_class: type[Policy], frozen: bool = False, path: str = model.model, **kwargs: bool) -> Policy:
+        hf, is_teacher = build_meta_model(path, dtype if frozen else master, model.family_paths), path != model.model
+        if lora and not is_teacher:
             add_lora(hf, lora)
         train_vision = "none" if frozen else model.train_vision
-        policy = model_class(hf, processor, train_vision, model.attn, cache, model.kernel, **kwargs).train(not frozen)
+        features = new_cache() if is_teacher else cache  # the towers may differ
+        policy = model_class(hf, processor, train_vision, model.attn, features, model.kernel, **kwargs)
+        policy.train(not frozen)
+        assert policy.vision_frozen == (train_vision == "none"), f"--train-vision {train_vision} had no effect"
         if frozen:
             policy.requires_grad_(False)
         elif model.gradient_checkpointing:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
+        if model.compile:
+            compile_blocks(hf.get_submodule(f"{hf.family.language}.{hf.family.blocks}"))
         sharding.apply_fsdp(policy, ctx.device, dtype, cfg.parallel, frozen)
-        load_sharded(policy, model.model)
+        load_sharded(policy, path)
         return policy
 
     policy = build(Policy, value_head=algo.needs_values and algo.critic == "head")
@@ -140,6 +166,8 @@ def build_models(cfg: Any, processor: Processor, ctx: DistContext) -> Models:
         models.reference = AdapterFreePolicy(policy) if lora else build(Policy, frozen=True)
         if algo.ref_every:  # without it the reference stays --model and is not saved
             models.checkpointed["reference"] = models.reference, None
+    if algo.reads("teacher_logps"):
+        models.teacher = build(Policy, frozen=True, path=algo.teacher)
     return models
 
 

@@ -33,6 +33,11 @@ class RunConfig:
     eval_every: int = flag_field(
         0, "steps between evaluations; 0: only before the first step and after the last one", least=0
     )
+    eval_ablate: tuple[str, ...] = flag_field(
+        (), "in every second evaluation, the first and the last, also evaluate with blank (white) images, shuffled "
+        "images (those of other examples) or none (no images), and warn if the policy learns to answer without the "
+        "image", choices=("blank", "shuffled", "none")
+    )
     save_every: int = flag_field(50, "steps between checkpoints; the last step is always saved", least=1)
     keep: int = flag_field(2, "number of newest checkpoints to keep", least=1)
     keep_best: bool = flag_field(
@@ -48,6 +53,8 @@ class RunConfig:
         30.0, "end the run if one rank keeps the others waiting longer than this; the error names that rank", above=0
     )
     seed: int = flag_field(0, "random seed for data order, sampling and LoRA initialisation")
+    config: str | None = flag_field(None, "settings as a TOML file or a run's run.json; flags override it",
+                                    metavar="FILE")
 
     @property
     def folder(self) -> Path:
@@ -55,15 +62,23 @@ class RunConfig:
 
     def check(self, eval_data: str | None) -> None:
         need(not self.eval_every or eval_data, f"--eval-every {self.eval_every} needs --eval-data")
+        need(not self.eval_ablate or eval_data, "--eval-ablate needs --eval-data")
         need(not self.folder.is_file(), f"--out {self.out} is a file; give a directory")
         need(not self.keep_best or eval_data, "--keep-best needs --eval-data, and with it --eval-every")
         check_writable(self.folder, "--out")
         if self.report_to:
             plug_in("report.page.trackers", "--report-to").check_trackers(self.report_to)
 
+    def ablations_at(self, step: int) -> tuple[str, ...]:
+        """Return the ablations of the evaluation after this step."""
+        due = not self.eval_every or step % (2 * self.eval_every) == 0 or step == self.steps
+        return self.eval_ablate if due else ()
+
     @property
     def origin(self) -> str:
         """Return where the settings that were not passed as flags come from."""
+        if self.config:
+            return f"from --config {self.config}, or the default"
         if self.resume == "no" or (self.resume == "auto" and not (self.folder / "checkpoints").exists()):
             return "the default"
         return "from the run that is resumed"
@@ -96,7 +111,7 @@ def absolute_path(path: str | None) -> str | None:
 
 def absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that name files, as absolute paths: a run can be resumed and evaluated from any directory."""
-    paths = ("model", "data", "eval_data", "image_root", "curriculum")
+    paths = {"model", "data", "eval_data", "image_root", "curriculum", "teacher"} & settings.keys()
     return {name: absolute_path(settings[name]) for name in paths} | absolute_files(settings)
 
 
@@ -138,9 +153,18 @@ def find_resume_checkpoint(out: Path, resume: str, settings: Mapping[str, Any], 
 
 
 def diff_settings(old: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, tuple]:
-    """Return the settings that differ from those of a run.json, `old`: name -> (old value, new value), as in JSON."""
+    """Return the settings that differ from those of a run.json, `old`: name -> (old value, new value), as in JSON.
+    Different paths to the same files are equal."""
     new = json.loads(json.dumps(dict(settings)))
-    return {name: (old[name], value) for name, value in new.items() if old.get(name, value) != value}
+    changed = {name: (old[name], value) for name, value in new.items() if old.get(name, value) != value}
+    return {name: values for name, values in changed.items() if resolve_files(values[0]) != resolve_files(values[1])}
+
+
+def resolve_files(value: Any) -> Any:
+    """Return the files that a path, a glob or a comma-separated list of these names, or `value` if one is missing."""
+    parts = value.split(",") if isinstance(value, str) else ()
+    files = [sorted(Path(file).resolve() for file in glob(part)) for part in parts]
+    return files if files and all(files) else (value,)
 
 
 def format_setting_changes(out: Path, settings: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,8 @@ that no process ever holds all of it.
 """
 
 import math
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,13 +40,19 @@ class ParallelConfig:
         choices=("none", "reference", "all"),
     )
 
-    def check(self, world: int, model: transformers.PreTrainedConfig) -> None:
+    def check(self, world: int, model: transformers.PreTrainedConfig, compiled: bool = False) -> None:
         n = self.replicate * self.tp
         need(world % n == 0,
              f"--replicate {self.replicate} --tp {self.tp}: the number of processes, {world}, is not a multiple of "
              f"{n}; start a multiple of {n}, or lower one of the two")
         need(self.offload == "none" or torch.cuda.is_available(),
              f"--offload {self.offload}: there is no GPU whose memory it could save; leave the flag out")
+        need(self.tp == 1 or not compiled,
+             f"--tp {self.tp} --compile: each block would be compiled separately, which takes minutes; leave one of "
+             "the two out")
+        need(not compiled or torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++")) is not None,
+             "--compile: there is no C++ compiler on the PATH (g++, or the one set in $CXX); install one, or leave the "
+             "flag out")
         if self.tp > 1:
             plug_in("parallel.tensor_parallel", f"--tp {self.tp}").check_tp(model, self.tp)
 
@@ -102,8 +110,12 @@ def apply_fsdp(
     if not policy.vision_frozen:
         units += policy.visual[0].get_submodule(family.vision_blocks)
     mesh = _make_mesh(device, cfg.replicate, shard=n_shards)
+    # With a single shard, gathering weights only copies them. A second copy for the backward pass would take an eighth
+    # of a micro-batch's time (RESULTS.md), so the first copy is kept, unless a flag asks to save memory.
+    saves_memory = policy.offloaded or policy.hf.is_gradient_checkpointing or find_lora_layers(policy.hf)
+    keep = n_shards == 1 and not (frozen or saves_memory)
     for unit in units:
-        fully_shard(unit, mesh=mesh, **kwargs).set_gradient_divide_factor(float(cfg.tp))
+        fully_shard(unit, mesh=mesh, reshard_after_forward=not keep, **kwargs).set_gradient_divide_factor(float(cfg.tp))
     fully_shard(policy, mesh=mesh, reshard_after_forward=frozen, **kwargs).set_gradient_divide_factor(float(cfg.tp))
     # The loss is already divided by its global normaliser, so gradients are summed over ranks, not averaged. gloo needs
     # both calls on every unit: with the factor alone FSDP averages with a reduce op that gloo lacks.

@@ -2,67 +2,105 @@
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
-
-from PIL import Image
 
 from errors import need
-from prepare_data import IMAGE_PLACEHOLDER, Example, decode_image
+from prepare_data import Example, decode_image
 from rollout import ResetFn, identity
+from sources.content import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from sources.images import encode_png
 from utils import derive_seed
 
+# ablation -> indices of the frames that replace a video's n frames
+FRAMES = {
+    "first_frame": lambda n, rng: [0] * n,
+    "middle_frame": lambda n, rng: [n // 2] * n,
+    "permuted": lambda n, rng: rng.sample(range(n), n),
+    "reversed": lambda n, rng: range(n)[::-1],
+    "reversed_answer": lambda n, rng: range(n)[::-1],
+}
+
+
+def check_ablations(flag: str, kinds: Collection[str], examples: Sequence[Example], data: str, env: str | None) -> None:
+    """Raise UserError, which names the flag, if an ablation would change no image or video of `examples`, which are
+    from `data`, or of the environment `env`."""
+    need(not env or set(kinds) <= {"blank"},
+         f"{flag}: with --env only white images can replace an environment's images; use {flag} blank")
+    visual = [example for example in examples if len(example.images) or example.videos]
+    need(not kinds or visual, f"{flag}: no example of {data} has an image or a video; leave the flag out")
+    need("shuffled" not in kinds or len(visual) > 1,
+         f"{flag} shuffled: only one example of {data} has an image or a video; leave shuffled out")
+    for kind in FRAMES.keys() & kinds:
+        clips = [example for example in examples if example.videos]
+        need(clips, f"{flag} {kind}: no example of {data} has a video; leave {kind} out")
+        for example in clips if kind == "reversed_answer" else ():
+            need(kind in example.extra, f"{flag} {kind}: row {example.uid!r} has no column {kind}; leave {kind} out")
+
 
 class Ablation:
-    """The images that the model sees instead of an example's: `kind` is a key of ABLATIONS, or "" for its own."""
+    """The images and videos that the model sees instead of an example's: `kind` is a key of ABLATIONS, or "" for its
+    own. `examples` are the given ones, for reversed_answer with that column as their ground truth."""
 
     def __init__(self, kind: str, examples: Sequence[Example], reset_fn: ResetFn, seed: int):
         self.blank = kind == "blank"  # images from an environment are blanked too
-        change = {"shuffled": self.shuffle_images, "none": remove_images}.get(kind, identity)
+        change = {"shuffled": self.shuffle, "none": remove_images} | dict.fromkeys(FRAMES, self.reorder_frames)
+        change = change.get(kind, identity)
+        self.kind, self.examples = kind, examples
+        if kind == "reversed_answer":
+            self.examples = [replace(e, ground_truth=e.extra[kind]) if e.videos else e for e in examples]
         self.reset_fn = lambda example: change(reset_fn(example))
         self.seed = seed
-        self.sources: dict[Any, tuple[Example, int]] = {}  # key of a distinct image -> its example and index
-        if kind == "shuffled":
-            for example in map(reset_fn, examples):
-                self.sources |= {key: (example, i) for i, key in enumerate(image_keys(example))}
+        shown = list(map(reset_fn, examples)) if kind == "shuffled" else []
+        self.media = {name: [(example, i) for example in shown for i in range(len(getattr(example, name)))]
+                      for name in ("images", "videos")}  # fmt: skip
 
-    def shuffle_images(self, example: Example) -> Example:
-        """Return the example with each image replaced by one of another example, stretched to the size of the replaced
-        image: the number and positions of its tokens are the same, only the content differs. Raise UserError if no
-        example has other images."""
-        own = set(image_keys(example))
-        if not own:
-            return example
-        message = f"row {example.uid!r}: --ablate shuffled: no example has other images; omit shuffled or raise --limit"
-        need(not own.issuperset(self.sources), message)
-        images = []
-        keys = list(self.sources)
-        seen = {pixels(image) for image in example.pil_images}  # another file may hold the same image
-        for i, size in enumerate(example.image_sizes):
-            start = random.Random(derive_seed(self.seed, "shuffled", example.uid, i)).randrange(len(keys))
-            sources = (self.sources[key] for key in keys[start:] + keys[:start] if key not in own)
-            candidates = (decode_image(source.images[index]) for source, index in sources)
-            other = next((image for image in candidates if pixels(image) not in seen), None)
-            need(other is not None, message)
-            images.append(encode_png(other.resize(size, Image.Resampling.BICUBIC), compress_level=1))
-        return replace(example, images=images)
+    def reorder_frames(self, example: Example) -> Example:
+        """Return the example with the frames of its videos as FRAMES says: their number and rate stay the same."""
+        videos = []
+        for i, video in enumerate(example.videos):
+            rng = random.Random(derive_seed(self.seed, self.kind, example.uid, i))
+            order = FRAMES[self.kind](len(video.frames), rng)
+            videos.append(video._replace(frames=tuple(video.frames[j] for j in order)))
+        return replace(example, videos=videos)
+
+    def shuffle(self, example: Example) -> Example:
+        """Return the example with its images and videos replaced by those of other examples."""
+        images = [self.find_other(example, "images", i)[0] for i in range(len(example.images))]
+        frames = (self.find_other(example, "videos", i) for i in range(len(example.videos)))
+        videos = [video._replace(frames=other) for video, other in zip(example.videos, frames, strict=True)]
+        return replace(example, images=images, videos=videos)
+
+    def find_other(self, example: Example, kind: str, i: int) -> list[bytes]:
+        """Return an image, or the frames of a video at the same relative times, of another example, stretched to the
+        size of the i-th one of this example: the number and positions of its tokens are the same, only the content
+        differs. Raise UserError if no example has another."""
+        frames = media_frames(example, kind, i)
+        own = [fingerprint(media_frames(example, kind, j)) for j in range(len(getattr(example, kind)))]
+        media = self.media[kind]
+        start = random.Random(derive_seed(self.seed, "shuffled", example.uid, kind, i)).randrange(len(media))
+        candidates = (media_frames(e, kind, j) for e, j in media[start:] + media[:start])
+        other = next((frames for frames in candidates if fingerprint(frames) not in own), None)
+        need(other is not None, f"row {example.uid!r}: shuffled: no example has other {kind}; omit shuffled, or use "
+             "more examples")
+        n, size = len(frames), decode_image(frames[0]).size
+        chosen = (decode_image(other[j * len(other) // n]) for j in range(n))
+        return [encode_png(frame.resize(size), compress_level=1) for frame in chosen]
 
 
-def image_keys(example: Example) -> list:
-    """Return a key of each image's content."""
-    sums = getattr(example.images, "sums", None)  # set for images that are read from their file only when needed
-    return list(zip(sums, example.image_sizes, strict=True)) if sums else [zlib.crc32(data) for data in example.images]
+def media_frames(example: Example, kind: str, i: int) -> Sequence[bytes]:
+    """Return the i-th image, as a list, or the frames of the i-th video."""
+    return [example.images[i]] if kind == "images" else example.videos[i].frames
 
 
-def pixels(image: Image.Image) -> tuple:
-    """Return the size and a checksum of the pixels, which do not depend on the file format."""
-    return image.size, zlib.crc32(image.tobytes())
+def fingerprint(frames: Sequence[bytes]) -> list[tuple]:
+    """Return sizes and checksums of the pixels, which do not depend on the file format."""
+    return [(image.size, zlib.crc32(image.tobytes())) for image in map(decode_image, frames)]
 
 
 def remove_images(example: Example) -> Example:
-    """Return the example without its images and their placeholders."""
-    messages = [m | {"content": m["content"].replace(IMAGE_PLACEHOLDER, "")} for m in example.messages]
-    return replace(example, messages=messages, images=[])
+    """Return the example without its images, its videos and their placeholders."""
+    texts = (m["content"].replace(IMAGE_PLACEHOLDER, "").replace(VIDEO_PLACEHOLDER, "") for m in example.messages)
+    messages = [m | {"content": text} for m, text in zip(example.messages, texts, strict=True)]
+    return replace(example, messages=messages, images=[], videos=[])
 

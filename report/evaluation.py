@@ -7,9 +7,12 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
+from PIL import Image
+
 from errors import printable
 from prepare_data import Example
-from report.records import encode_image, filter_columns
+from report.ablation import FRAMES
+from report.records import encode_image, film_strip, filter_columns, video_name
 from report.statistics import (
     bootstrap,
     confidence_interval,
@@ -19,7 +22,7 @@ from report.statistics import (
     pass_at_k,
     score_bounds,
 )
-from report.summary import ABLATIONS
+from report.summary import ABLATIONS, SEEN, TAKEN_AWAY
 from reward import extract_boxed, task_name
 from rollout import Rollout
 
@@ -42,7 +45,8 @@ def example_fields(example: Example) -> dict:
         "answer_type": example_answer_type(example),
         "task": task_name(example.data_source),
         "source": example.data_source,
-        "n_images": len(example.images),
+        "n_images": len(example.images) + len(example.videos),
+        "n_videos": len(example.videos),
         "ground_truth": example.ground_truth,
     }
 
@@ -51,8 +55,11 @@ def make_sample_record(r: Rollout, rewards: dict[str, float]) -> dict:
     """Return a response or an episode, with its rewards, as a sample of a record."""
     sample = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": rewards}
     if r.is_episode:
-        images = [encode_image(image.image) for image in r.images]
+        shown = (film_strip(image.frames, Image.fromarray) if image.fps else image.image for image in r.images)
+        images = list(map(encode_image, shown))
+        videos = {i: video_name(image.patcher.n_frames, image.fps) for i, image in enumerate(r.images) if image.fps}
         sample |= {"turns": r.n_turns, "ended_by": r.ended_by, "messages": r.messages, "images": images}
+        sample |= {"videos": videos} if videos else {}  # by their index among the images
     return sample
 
 
@@ -213,22 +220,41 @@ def compare_with_baseline(records: Sequence[dict], baseline: Sequence[dict], met
 
 
 def visual_reliance(records: Sequence[dict], ablated: Mapping[str, Sequence[dict]], metric: str) -> dict:
-    """Measure how much of the metric depends on the images: compare with the same questions under each ablation."""
-    table: dict[str, Any] = {}
+    """Measure how much of the metric depends on the images: compare with the same questions under each ablation. Only
+    examples with images or videos count, and for ablations of frames only those with videos."""
+    records = with_images(records)
+    table: dict[str, Any] = {"own": summarise_group(records, metric)}
+    if FRAMES.keys() & ablated and len(videos := with_images(records, "n_videos")) < len(records):
+        table["own_videos"] = summarise_group(videos, metric)
+    sentences = []
     for ablation, ablated_records in ablated.items():
-        comparison = compare_with_baseline(records, ablated_records, metric)
+        counted = "n_videos" if ablation in FRAMES else "n_images"
+        same, ablated_records = with_images(records, counted), with_images(ablated_records, counted)
+        comparison = compare_with_baseline(same, ablated_records, metric)
         table[ablation] = summarise_group(ablated_records, metric) | {
             "drop": comparison["difference"],
             "drop_ci95": comparison["difference_ci95"],
         }
-    table["constant"] = most_frequent_answer_accuracy(records) if metric == "accuracy" else None
-    sentences = [reliance_sentence(metric, name, table[name], table["constant"]) for name in ablated]
+        sentences.append(reliance_sentence(metric, ablation, table[ablation], chance_level(same, metric)))
+    own, chance = table["own"], chance_level(records, metric)
+    table["constant"] = chance
+    if chance is not None and own["accuracy_ci95"][0] <= chance:
+        sentences = [f"The accuracy, {own['accuracy']:.3f}, is not significantly above chance, {chance:.3f}, so "
+                     "nothing can be said yet about the use of images and videos."]
     return table | {"said": " ".join(sentences)}
 
 
-def most_frequent_answer_accuracy(records: Sequence[dict]) -> float:
-    """Return the chance level: the accuracy of always giving the most frequent answer of each answer type, which needs
-    neither the image nor more of the question than the type of its answer."""
+def with_images(records: Sequence[dict], counted: str = "n_images") -> list[dict]:
+    """Return the records in which the model saw an image, of the example or of its environment; with "n_videos", those
+    of examples with a video."""
+    return [r for r in records if r[counted] or any(sample.get("images") for sample in r["samples"])]
+
+
+def chance_level(records: Sequence[dict], metric: str) -> float | None:
+    """Return the accuracy of always giving the most frequent answer of each answer type, which needs neither the image
+    nor more of the question than the type of its answer; None for another metric."""
+    if metric != "accuracy":
+        return None
     truths = defaultdict(Counter)
     for record in records:
         truths[record["task"], record["answer_type"]][record["ground_truth"]] += 1
@@ -237,17 +263,20 @@ def most_frequent_answer_accuracy(records: Sequence[dict]) -> float:
 
 def reliance_sentence(metric: str, ablation: str, result: Mapping[str, Any], chance: float | None) -> str:
     """Return a sentence: what the result of an ablation shows about the model's use of the images."""
+    if ablation == "reversed_answer":  # another question: accuracy should not drop
+        return f"Of the reversed videos {result[metric]:.3f} get the answer that is right for them."
+    taken_away = TAKEN_AWAY.get(ablation, "the image")
     if result["drop_ci95"][0] <= 0:
         return (
-            f"With {ABLATIONS[ablation]} the {metric} does not drop significantly: no evidence that the model uses the "
-            "image."
+            f"With {ABLATIONS[ablation]} the {metric} does not drop significantly, to {result[metric]:.3f}: no "
+            f"evidence that the model uses {taken_away}."
         )
-    drop = f"With {ABLATIONS[ablation]} the {metric} drops by {result['drop']:.3f}"
+    drop = f"With {ABLATIONS[ablation]} the {metric} drops by {result['drop']:.3f} to {result[metric]:.3f}"
     if chance is None:
-        return f"{drop}: this much depends on the images."
+        return f"{drop}: this much depends on {taken_away}."
     if result["accuracy_ci95"][0] <= chance:
-        return f"{drop}, to a level not significantly above chance: the model uses the image."
-    return f"{drop} but stays above chance: some questions can be answered without the image."
+        return f"{drop}, not significantly above chance ({chance:.3f}): the model uses {taken_away}."
+    return f"{drop}, above chance ({chance:.3f}): some questions can be answered without {taken_away}."
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -261,12 +290,13 @@ def with_interval(result: Mapping[str, Any], name: str, form: str = ".3f") -> st
 
 
 def format_summary(summary: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a summary for the terminal; unless names are long, they have at most about 100 columns."""
+    """Return a summary for the terminal, in parts: the overall result, then a line for each group and comparison. Lines
+    have at most about 100 columns, unless names are long."""
     metric = summary["metric"]
     lines = [f"{metric} {with_interval(summary, metric)}, 95% interval, n {summary['n']}, truncated "
              f"{summary['truncated']:.3f}"]
     if summary["failed"]:
-        lines.append(f"  {FAILED_NOTE.format(n=summary['failed'])}")
+        lines[0] += f"\n  {FAILED_NOTE.format(n=summary['failed'])}"  # training prints this entry alone
     printed_passes = {f"pass@{2**i}" for i in range(20)}
     if several := [name for name in summary if name in printed_passes or name.startswith(("avg@", "majority@"))]:
         lines.append("  " + "  ".join(f"{name} {summary[name]:.3f}" for name in several))
@@ -278,6 +308,10 @@ def format_summary(summary: Mapping[str, Any]) -> list[str]:
             lines.append(f"  {printable(value):<{width}}  {with_interval(result, name)}  n {result['n']}")
     if "task_mean" in summary:
         lines.append(f"mean of {summary['task_mean']['n_tasks']} tasks: {with_interval(summary['task_mean'], metric)}")
+    for name, uids in summary.get("graders_differ", {}).items():
+        accepted, rejected = map(len, uids.values())
+        lines.append(f"{name} accepts a response that ours rejects in {accepted} examples, and rejects one that ours "
+                     f"accepts in {rejected}")
     for base in summary.get("baselines", ()):
         lines.append(f"baseline {printable(base['path'])}: {with_interval(base, metric)}")
         test = "McNemar" if summary["samples"] == 1 else "sign test"
@@ -285,12 +319,12 @@ def format_summary(summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"  difference {with_interval(base, 'difference', '+.3f')}; {changes}")
     if table := summary.get("reliance"):
         lines.append("visual reliance:")
-        lines.append(f"  {'the original images':<32}  {with_interval(summary, metric)}")
-        for ablation, images in ABLATIONS.items():
-            if result := table.get(ablation):
-                drop = with_interval(result, "drop")
-                lines.append(f"  {images:<32}  {with_interval(result, metric)}  drop {drop}")
+        width = max(32, *(len(SEEN[name]) for name in SEEN.keys() & table.keys()))
+        for name, images in SEEN.items():
+            if result := table.get(name):
+                drop = f"  drop {with_interval(result, 'drop')}" if "drop" in result else ""
+                lines.append(f"  {images:<{width}}  {with_interval(result, metric)}{drop}")
         if table["constant"] is not None:
-            lines.append(f"  {'chance: the most frequent answer':<32}  {table['constant']:.3f}")
+            lines.append(f"  {'chance: the most frequent answer':<{width}}  {table['constant']:.3f}")
         lines += [f"  {sentence}" for sentence in table["said"].replace(". ", ".\n").splitlines()]
     return lines

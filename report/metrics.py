@@ -1,13 +1,14 @@
 """Metrics of a training step; docs/metrics.md explains each of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
 import torch
 
 import grpo
-from packing import FlopCosts, TokenBatch, rollouts_flops
+from layers.attention import padded_length
+from packing import FlopCosts, MicroBatch, TokenBatch, rollouts_flops
 from reward import task_name
 from rollout import EPISODE_END_REASONS, GroupPool, Rollout
 from utils import DistContext, Meter
@@ -21,13 +22,17 @@ def rollout_metrics(pool: GroupPool, counts: Mapping[str, float]) -> dict[str, f
     sums of a Grader's counts."""
     meter = Meter()
     for group in pool.groups.values():
-        meter.add_mean("reward/zero_std_frac", len({r.reward for r in group if r.rewards}) <= 1)
+        trained = grpo.select_rollouts(group, pool.algo)
+        meter.add_mean("reward/zero_std_frac", len({r.reward for r in trained if r.rewards}) <= 1)
     for r in chain.from_iterable(pool.groups.values()):
         n_tokens = sum(r.response_mask)
         meter.sum("rollout/responses", 1)
         meter.add_mean("response/tokens", n_tokens)
         meter.add_mean("response/truncated", r.finish_reason == "length")
+        if r.rewards and r.prompt.n_noised:
+            meter.add_mean(f"noisy/accuracy_{'noised' if r.noised else 'own'}", r.accuracy)
         meter.sum("rollout/tokens", n_tokens)
+        meter.sum("rollout/prompt_tokens", len(r.prompt.token_ids))
         add_episode_metrics(r, meter)
         example = r.prompt.example
         task, answer_type = task_name(example.data_source), example.extra.get("answer_type")
@@ -88,6 +93,26 @@ def update_flops(rollouts: Sequence[Rollout], costs: FlopCosts, frozen: bool) ->
     return 3 * sum(rollouts_flops(group, costs) for group in groups.values() if any(map(has_trained_tokens, group)))
 
 
+def add_useful_tokens(micros: Iterable[MicroBatch], attention: str, meter: Meter) -> None:
+    """Add the share of the tokens that the update computes that belong to prompts and responses. The others pad
+    --attn flex to whole blocks, or are micro-batches of one token, for ranks that have less to train."""
+    for micro in micros:
+        computed = padded_length(micro.n_tokens) if attention == "flex" else micro.n_tokens
+        meter.add_mean("update/useful_tokens", micro.n_tokens * (len(micro.target_K) > 0), computed)
+
+
+def add_expert_metrics(micros: Iterable[MicroBatch], meter: Meter) -> None:
+    """Add how often the trainer would not have chosen the replayed experts, and how often it cannot replay them."""
+    for micro in micros:
+        if micro.experts_T is not None:
+            without = int((micro.experts_T[:, 0, 0] < 0).sum())
+            n_replayed = len(micro.differing) * (micro.n_tokens - without)  # over layers and passes
+            meter.add_mean("mismatch/experts", sum(micro.differing) * micro.n_tokens, n_replayed)
+            micro.differing.clear()  # later passes add to it
+            meter.add_mean("mismatch/tokens_without_experts", without, micro.n_tokens)
+            meter.add_mean("mismatch/tokens_with_other_experts", micro.n_other_experts, micro.n_tokens)
+
+
 def has_trained_tokens(r: Rollout) -> bool:
     """Return whether the policy sampled any token of the rollout."""
     return any(r.response_mask)
@@ -124,11 +149,20 @@ def add_token_metrics(tokens: TokenBatch, loss: grpo.PolicyLoss, meter: Meter, f
         meter.sum("rollout/ratio_masked", len(tokens.rollout[~indicators["kept"]].unique()))
     if not first_pass:
         return
+    # old_policy=rollout replaces old_logps by the engine's
+    before_N = tokens.old_logps if algo.needs_old_logps else tokens.logps
+    if tokens.view_logps is not None and (seeing_N := tokens.n_images > 0).any():
+        d_N = (before_N - tokens.view_logps)[seeing_N]  # its mean estimates the KL(own images || second view)
+        for name, values_N in {"vision/kl": d_N, "vision/k3": (-d_N).expm1() + d_N}.items():
+            meter.add_mean(name, values_N.sum(), len(d_N))
+    if tokens.teacher_logps is not None:
+        meter.add_mean("policy/kl_teacher", (before_N - tokens.teacher_logps).sum(), len(tokens))
     # compare the log-probabilities of trainer and engine on the tokens that the engine sampled
-    gap_N = (tokens.old_logps if algo.needs_old_logps else tokens.logps) - tokens.rollout_logps
+    gap_N = before_N - tokens.rollout_logps
     subsets = {"": slice(None)} | {f"/images={n:g}": tokens.n_images == n for n in tokens.n_images.unique().tolist()}
     for suffix, rows in subsets.items():
         gap = gap_N[rows]
+        gap = gap[~gap.isnan()]  # NaN: sampled from noised images
         if len(gap):
-            meter.add_mean(f"mismatch/kl{suffix}", (gap.exp() - 1 - gap).sum(), len(gap))  # k3
+            meter.add_mean(f"mismatch/kl{suffix}", (gap.expm1() - gap).sum(), len(gap))  # k3
             meter.max(f"mismatch/max_abs_logprob_diff{suffix}", gap.abs().max())

@@ -1,18 +1,21 @@
 """Records: the data of examples and their responses, for files and pages.
 
-A record is an example with its responses. Its keys are index, uid, answer_type, task, source, n_images, ground_truth,
-`groups` (the values of the --group-by columns) and `samples`. A sample has text, finish_reason, tokens and rewards; an
-episode also has turns, ended_by, messages and images (encoded files, which only pages and trackers show).
+A record is an example with its responses. Its keys are index, uid, answer_type, task, source, n_images (with videos),
+n_videos, ground_truth, `groups` (the values of the --group-by columns) and `samples`. A sample has text, finish_reason,
+tokens and rewards; an episode also has turns, ended_by, messages and images (encoded files, which only pages and
+trackers show), and those with film strips have `videos`: index of the image -> its description.
 
 The process that writes pages imports this file, so it must import quickly.
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from PIL import Image
 
 MAX_IMAGE_SIDE = 480  # pixels of the longer side of a shown image
+STRIP_FRAMES = 8
 MAX_PROMPTS = 1000  # per report
 # name of a by_* table -> key of a record
 GROUPINGS = {"answer_type": "answer_type", "task": "task", "source": "source", "images": "n_images"}
@@ -25,6 +28,24 @@ def encode_image(image: Image.Image) -> bytes:
     lossless = max(image.size) <= 128 or image.getcolors(256) is not None
     image.save(file := io.BytesIO(), format="WEBP", quality=60, lossless=lossless, method=3)
     return file.getvalue()
+
+
+def film_strip(frames: Sequence[Any], to_image: Callable[[Any], Image.Image]) -> Image.Image:
+    """Return an image of at most STRIP_FRAMES frames of a video, evenly spaced, from left to right."""
+    n = len(frames)
+    chosen = range(n) if n <= STRIP_FRAMES else [round(i * (n - 1) / (STRIP_FRAMES - 1)) for i in range(STRIP_FRAMES)]
+    images = [to_image(frames[i]) for i in chosen]
+    width, height = images[0].size
+    strip = Image.new("RGB", (len(images) * (width + 2) - 2, height), "white")
+    for i, image in enumerate(images):
+        strip.paste(image, (i * (width + 2), 0))
+    return strip
+
+
+def video_name(n: int, fps: float) -> str:
+    """Return the description of a film strip: that of a video of n frames."""
+    shown = f", {STRIP_FRAMES} of them shown" if n > STRIP_FRAMES else ""
+    return f"video: {n} frames, {fps:g} per second{shown}"
 
 
 def drop_images(record: dict) -> dict:

@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from report.summary import ABLATIONS
+
 FLAT_STEPS = 5  # steps in a row without a signal
 WINDOW = 5  # measured values per median, so that two odd steps are not taken for a trend
 ENTROPY_LEFT = 0.1  # fraction of the first entropy; below it nearly all tokens are certain
@@ -42,14 +44,16 @@ class RunWarnings:
         self.values: dict[str, list[float]] = {name: [] for name in WATCHED}
         self.medians: dict[str, list[float]] = {name: [] for name in WATCHED}  # medians of WINDOW values
         self.active: set[str] = set()  # names of the warnings whose condition held at the last row
+        self.shortcut: dict[str, float] = {}  # the last evaluation with ablated images, if the policy did not look
         self.stale = False  # has a step trained on tokens of older weights? mismatch/kl then compares different weights
 
     def update(self, row: Mapping[str, float | None]) -> list[str]:
         """Add a row and return the lines of warnings that are new."""
-        if "reward/zero_std_frac" not in row:  # a row that has only an evaluation
-            return []
-        flat = row["reward/zero_std_frac"] == 1 and (self.compares_samples or not row.get("update/steps"))
-        self.flat_steps = self.flat_steps + 1 if flat else 0
+        if "eval/shortcut" in row:  # report/looking.py
+            self.shortcut = dict(row) if row["eval/shortcut"] else {}
+        if "reward/zero_std_frac" in row:  # a row that has only an evaluation has no such metric
+            flat = row["reward/zero_std_frac"] == 1 and (self.compares_samples or not row.get("update/steps"))
+            self.flat_steps = self.flat_steps + 1 if flat else 0
         self.stale = self.stale or row.get("async/staleness", 0) > 0
         for name, values in self.values.items():
             if row.get(name) is not None and math.isfinite(row[name]):
@@ -96,6 +100,14 @@ class RunWarnings:
                 f"mismatch/kl grew to {kl.last:.3g} nats, from {kl.first:.3g}: engine and trainer compute increasingly "
                 "different log-probabilities; limit the effect with --algo-args tis_cap=2 ratio_mask=0.5,2, and look "
                 "for the cause with --dtype float32 or --rollout hf"
+            )
+        if m := self.shortcut:
+            kind = max((kind for kind in ABLATIONS if f"eval/{kind}" in m), key=lambda kind: m[f"eval/{kind}"])
+            warnings["shortcut"] = (
+                f"evaluation at step {m['step']}: the policy has learnt to answer without looking. With "
+                f"{ABLATIONS[kind]} its accuracy has risen to {m[f'eval/{kind}']:.2f} (own images {m['eval/own']:.2f}, "
+                f"chance {m['eval/prior']:.2f}). Find what gives the answers away, in the rows that are right in "
+                f"{self.out}/eval/step_{m['step']:06d}_{kind}.jsonl, and remove it from the data"
             )
         return warnings
 

@@ -24,15 +24,18 @@ def gather_samples(batch: Any, ctx: DistContext) -> tuple[list[dict], dict[str, 
 
 
 def sample_records(batch: Any) -> list[dict]:
-    """Return one record per prompt with its samples. The advantage of a sample is the mean advantage of its tokens."""
+    """Return one record per prompt with its samples, except those that PODS left out. The advantage of a sample is the
+    mean advantage of its tokens."""
     tokens = batch.tokens
     sums_R = torch.zeros(len(batch.rollouts)).index_add_(0, tokens.rollout, tokens.advantages)
     counts_R = torch.bincount(tokens.rollout, minlength=len(batch.rollouts))
     records: dict[str, dict] = {}
     for r, advantage in zip(batch.rollouts, (sums_R / counts_R.clamp(min=1)).tolist(), strict=True):
-        n_images = {"n_images": len(r.prompt.initial_example.images)}  # an environment may start with other images
+        initial = r.prompt.initial_example  # an environment may start with other images
+        n_images = {"n_images": len(initial.images) + len(initial.videos)}
         record = records.setdefault(r.prompt.uid, example_fields(r.prompt.example) | n_images | {"samples": []})
-        record["samples"].append(make_sample_record(r, r.rewards) | {"advantage": advantage})
+        if r.finish_reason != "unselected":
+            record["samples"].append(make_sample_record(r, r.rewards) | {"advantage": advantage})
     return list(records.values())
 
 

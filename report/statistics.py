@@ -70,9 +70,14 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def mcnemar_p_value(gained: int, lost: int) -> float:
     """Return the exact two-sided p value of a split at least this uneven. With one sample per example this is McNemar's
     test; if scores are means or not proportions, it is the sign test, which has the same formula."""
-    n = gained + lost
-    logs = (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(min(gained, lost) + 1))
-    return min(1.0, 2 * math.fsum(math.exp(log - n * math.log(2)) for log in logs))
+    return min(1.0, 2 * binomial_tail(max(gained, lost), gained + lost, 0.5))
+
+
+def binomial_tail(least: int, n: int, p: float) -> float:
+    """Return the exact probability of at least `least` successes in n trials with probability 0 < p < 1."""
+    odds, all_fail = math.log(p / (1 - p)), math.lgamma(n + 1) + n * math.log1p(-p)
+    logs = (all_fail + k * odds - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(least, n + 1))
+    return min(1.0, math.fsum(map(math.exp, logs)))
 
 
 def normalize_answer(text: str) -> str:

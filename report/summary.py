@@ -7,10 +7,24 @@ from pathlib import Path
 Rows = Sequence[Mapping[str, float | None]]
 LAST_EPISODES = 100  # in the final reward
 
-ABLATIONS = {  # value of --ablate -> what the model sees instead of the images
+ABLATIONS = {  # value of --ablate -> what the model sees instead of the images and videos
     "blank": "white images of the same size",
     "shuffled": "images of other examples",
     "none": "no images at all",
+    "first_frame": "videos of their first frame alone",
+    "middle_frame": "videos of their middle frame alone",
+    "permuted": "videos with their frames in random order",
+    "reversed": "videos played backwards",
+    "reversed_answer": "reversed videos, graded by reversed_answer",
+}
+# the rows of a table of ablations; own_videos: only examples with videos, from which the drops of other frames are
+SEEN = {"own": "the original images", "own_videos": "the original videos"} | ABLATIONS
+
+TAKEN_AWAY = {  # what an ablation takes away, if it is not the image
+    "first_frame": "more than one frame",
+    "middle_frame": "more than one frame",
+    "permuted": "the order of the frames",
+    "reversed": "the order of the frames",
 }
 
 
@@ -22,8 +36,12 @@ def evaluation_metric(rows: Rows) -> str:
 def evaluations(rows: Rows) -> list[dict[str, float]]:
     """Return the metric and the step of each evaluation. Step 0 is --model itself."""
     metric = evaluation_metric(rows)
-    scores = [{metric: row.get(f"eval/{metric}"), "step": row["step"]} for row in rows]
-    return [score for score in scores if score[metric] is not None]
+    return scores(rows, f"eval/{metric}", metric)
+
+
+def scores(rows: Rows, name: str, metric: str) -> list[dict[str, float]]:
+    """Return the values of a metric, as `metric`, each with its step."""
+    return [{metric: row[name], "step": row["step"]} for row in rows if row.get(name) is not None]
 
 
 def best_evaluation(rows: Rows) -> dict[str, float]:

@@ -1,37 +1,27 @@
 """The terminal's table with one line per training step, and the throughput metrics in it: tokens/s and MFU."""
 
+import textwrap
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from tqdm import tqdm
 
-# Dense bf16 TFLOP/s without sparsity, from NVIDIA's datasheets; the first name that is part of the device name counts
-PEAK_TFLOPS = {
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100": 989,
-    "H200": 989,
-    "GH200": 989,
-    "A100": 312,
-    "L40S": 362,
-    "B200": 2250,
-    "RTX 4090": 165,
-}
+from report.summary import Rows, evaluation_metric, evaluations
+
+MAX_BARS, BAR_WIDTH = 12, 60  # evaluations, characters
 
 
-def peak_flops(device: str) -> float | None:
-    """Return the peak FLOP/s of a device, given its name in torch, or None if it is unknown."""
-    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
-
-
-def throughput_metrics(metrics: Mapping[str, float], world: int, device: str | None) -> dict[str, float]:
-    """Return tokens/s and MFU of a step, each only if it can be computed. `device`: name of each rank's GPU, if any."""
+def throughput_metrics(metrics: Mapping[str, float], world: int, peak: float | None) -> dict[str, float]:
+    """Return tokens/s and MFU of a step, each only if it can be computed. `peak`: FLOP/s of a process's device."""
     throughput = {}
     # with --async-steps the servers sample during the whole step
     seconds = metrics.get("time/step" if "async/staleness" in metrics else "time/rollout")
     if seconds and "rollout/tokens" in metrics:
         throughput["perf/tokens_per_second"] = metrics["rollout/tokens"] / seconds
-    peak = peak_flops(device) if device else None
+    seconds = metrics.get("time/step", 0.0) - metrics.get("time/eval", 0.0)
+    if seconds and "rollout/prompt_tokens" in metrics:
+        tokens = metrics["rollout/prompt_tokens"] + metrics["rollout/tokens"]
+        throughput["perf/tokens_per_second_per_gpu"] = tokens / seconds / world
     if peak and metrics.get("time/update") and metrics.get("update/flops"):
         throughput["perf/mfu"] = metrics["update/flops"] / world / metrics["time/update"] / peak
     return throughput
@@ -44,23 +34,24 @@ class Column(NamedTuple):
     metric: str
     width: int
     places: int
+    meaning: str
     optional: bool = False
 
 
 COLUMNS = (  # with five-digit steps and the remaining time a line is 100 characters wide
-    Column("reward", "reward/mean", 6, 3),
-    Column("same", "reward/zero_std_frac", 4, 2),  # fraction of prompts whose samples all got the same reward
-    Column("turn", "episode/turns", 4, 2, optional=True),
-    Column("fail", "episode/ended_by/error", 4, 2, optional=True),
-    Column("len", "response/tokens", 5, 1),
-    Column("gnorm", "policy/grad_norm", 6, 3),
-    Column("ent", "policy/entropy", 5, 3),
-    Column("tok/s", "perf/tokens_per_second", 5, 0),
-    Column("mfu", "perf/mfu", 4, 2, optional=True),
-    Column("secs", "time/step", 5, 1),
-    Column("roll", "time/rollout", 5, 1),
-    Column("rew", "time/reward", 4, 1),
-    Column("upd", "time/update", 5, 1),
+    Column("reward", "reward/mean", 6, 3, "mean reward"),
+    Column("same", "reward/zero_std_frac", 4, 2, "fraction of prompts whose samples all got the same reward"),
+    Column("turn", "episode/turns", 4, 2, "turns per episode", optional=True),
+    Column("fail", "episode/ended_by/error", 4, 2, "fraction of episodes that failed", optional=True),
+    Column("len", "response/tokens", 5, 1, "tokens per response"),
+    Column("gnorm", "policy/grad_norm", 6, 3, "gradient norm before clipping"),
+    Column("ent", "policy/entropy", 5, 3, "entropy in nats per token"),
+    Column("tok/s", "perf/tokens_per_second", 5, 0, "sampled tokens per second"),
+    Column("mfu", "perf/mfu", 4, 2, "model FLOPs utilization", optional=True),
+    Column("secs", "time/step", 5, 1, "seconds since the last step"),
+    Column("roll", "time/rollout", 5, 1, "seconds of rollout"),
+    Column("rew", "time/reward", 4, 1, "seconds of waiting for rewards"),
+    Column("upd", "time/update", 5, 1, "seconds of the update"),
 )
 
 
@@ -75,11 +66,27 @@ def header_line(steps: int, m: Mapping[str, float]) -> str:
     return f"{'step':<{6 + 2 * len(str(steps))}} {names} {'eta':>8}"
 
 
+def legend(m: Mapping[str, float]) -> str:
+    """Return the meanings of the columns, in lines of at most 100 characters."""
+    meanings = [f"{c.head}: {c.meaning}" for c in visible_columns(m)]
+    return textwrap.fill(f"columns: {'; '.join(meanings)}; eta: time left", 100, subsequent_indent="  ")
+
+
 def step_line(step: int, steps: int, m: Mapping[str, float], eta: float) -> str:
     """Return the line of a step, at most 100 characters wide, with "-" for metrics that were not measured."""
     numbers = " ".join(format_fixed_width(m.get(c.metric), c.width, c.places) for c in visible_columns(m))
     remaining = tqdm.format_interval(eta) if eta < 360_000 else f"{eta / 86400:.1f}d"
     return f"step {step:>{len(str(steps))}}/{steps} {numbers} {remaining:>8}"
+
+
+def evaluation_bars(rows: Rows) -> str:
+    """Return the first and the newest evaluations of a run as a bar chart, one line per evaluation."""
+    metric, scores = evaluation_metric(rows), evaluations(rows)
+    scores = scores[:1] + scores[1:][-MAX_BARS:]
+    top = max([1.0, *(score[metric] for score in scores)])
+    bars = ["#" * round(BAR_WIDTH * max(0.0, score[metric]) / top) for score in scores]
+    lines = zip(scores, bars, strict=True)
+    return "\n".join(f"  step {score['step']:>5}  {metric} {score[metric]:6.3f} {bar}" for score, bar in lines)
 
 
 def format_fixed_width(x: float | None, width: int, places: int) -> str:

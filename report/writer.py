@@ -20,7 +20,8 @@ from prepare_data import Example
 
 # the program of the separate process; multiprocessing would import train.py there, and so torch
 CODE = f"""import ctypes, pickle, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the run, which may be restarted
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the run, which may be restarted
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 pickle.load(sys.stdin.buffer)()"""
 LARGE_PAGE_CHARS = 500_000  # characters of responses; writing a smaller page is faster than starting a process
@@ -36,6 +37,7 @@ class ReportPage(NamedTuple):
     facts: dict = {}  # metrics of the step
     others: Mapping[str, Sequence[dict]] = {}  # records of other models and of ablations, by label
     folder: Path | None = None  # next to the pages, for full-size images
+    run: Path | None = None  # the run whose settings, scores and curves the first page shows
 
 
 def find_drawing(name: str) -> ModuleType | None:

@@ -10,6 +10,7 @@ A file for --curriculum, in TOML or JSON, has a list of stages. All keys but `fr
     solved = { most = 0.9 }             # examples with a solve rate in this range, or that were never tried
     order = "difficulty"                # sort instead of shuffling (-difficulty: descending; solved: hardest first)
     mix = { geo3k = 0.75, vqa = 0.25 }  # share of each task in a batch
+    variance = 0.5                      # share of a batch drawn by the variance p (1 - p) of the solve rate
     reward.geospot = { tolerance_km = 500 }  # options of a task's reward
 
 A task may define its own stages in the same form: `CURRICULUM` in its file, for runs without --curriculum.
@@ -35,8 +36,10 @@ from utils import derive_seed, print0
 
 SOLVE_RATE_WEIGHT = 0.25  # weight of the newest group in an example's running solve rate, once there are four groups
 SOLVED_KEY = "solved"
+LEAST_VARIANCE = 0.01  # added to p (1 - p), so that solved and hopeless examples are tried again
 FILTER_BOUNDS = {"least", "most"}
-STAGE_KEYS = {"name": str, "from": int, "where": dict, SOLVED_KEY: dict, "order": str, "mix": dict, "reward": dict}
+STAGE_KEYS = {"name": str, "from": int, "where": dict, SOLVED_KEY: dict, "order": str, "mix": dict,
+              "variance": float, "reward": dict}
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class CurriculumStageConfig:
     solved: Mapping[str, float]
     order: str
     mix: Mapping[str, float]
+    variance: float
     reward: Mapping[str, Mapping[str, Any]]  # options by task
 
     @property
@@ -95,7 +99,8 @@ def parse_stage(table: Any, number: int, label: str) -> CurriculumStageConfig:
     unknown = sorted(set(table) - set(STAGE_KEYS))
     need(not unknown, f"{label} has unknown keys: {', '.join(unknown)}; known: {', '.join(STAGE_KEYS)}")
     for key, value in table.items():
-        need(type(value) is STAGE_KEYS[key], f"{label}: {key} is {value!r}, expected type {STAGE_KEYS[key].__name__}")
+        right_type = is_finite_number(value) if STAGE_KEYS[key] is float else type(value) is STAGE_KEYS[key]
+        need(right_type, f"{label}: {key} is {value!r}, expected type {STAGE_KEYS[key].__name__}")
     stage = CurriculumStageConfig(
         number, label, *(table.get(key, value_type()) for key, value_type in STAGE_KEYS.items())
     )
@@ -107,6 +112,7 @@ def parse_stage(table: Any, number: int, label: str) -> CurriculumStageConfig:
     need(0 <= least <= most <= 1, f"{label}: solved is {stage.solved}, expected shares from 0 to 1, least below most")
     is_valid = all(is_finite_number(share) and share > 0 for share in stage.mix.values())
     need(is_valid, f"{label}: mix is {stage.mix}, expected a share above 0 for each task")
+    need(0 <= stage.variance <= 1, f"{label}: variance is {stage.variance}, expected a share from 0 to 1")
     is_valid = all(isinstance(options, dict) for options in stage.reward.values())
     need(is_valid, f"{label}: reward is {stage.reward}, expected a table of options for each task")
     return stage
@@ -197,19 +203,37 @@ class Curriculum(DataOrder):
         `in_flight`: the uids that are being sampled, if batches are sampled before the solve rates of earlier ones are
         known (else None). A stage with solve rates takes these examples last."""
         number = self.stage_index(step)
-        config, chosen = self.configs[number], []
-        for members, n in self.shares[number]:
-            if config.needs_solve_rates:
-                start = index * n if in_flight is None else 0
-                members = self._select_by_solve_rate(config, members, position, state.get("rates", {}))
-                members.sort(key=lambda i: self.examples[i].uid in (in_flight or ()))  # stable: keeps their order
-            elif config.order:
-                start = (position + index - state.get("began", 0)) * n
-            else:
-                start = 0
-                members = [members[k] for k in shuffled_batch(position + index, len(members), n, self.seed)]
-            chosen += [members[(start + k) % len(members)] for k in range(n)]
+        config, chosen, rates = self.configs[number], [], state.get("rates", {})
+        for members, size in self.shares[number]:
+            n_drawn = round(config.variance * size)
+            batches = [self._ordered_batch(config, members, size - n_drawn, position, at, state, in_flight)
+                       for at in range(index + 1)]  # fmt: skip
+            chosen += batches[index]
+            if n_drawn:
+                draws, taken = self._draw_by_variance(members, position, rates), set()
+                draws.sort(key=lambda i: self.examples[i].uid in (in_flight or ()))  # stable: keeps their order
+                for batch in batches:  # if possible, no batch draws what an earlier one of the step has
+                    taken |= set(batch)
+                    free = sorted((i for i in draws if i not in batch), key=lambda i: i in taken)
+                    taken |= set(drawn := free[:n_drawn])
+                chosen += drawn
         return [self.examples[i] for i in chosen]
+
+    def _ordered_batch(
+        self, config: CurriculumStageConfig, members: list[int], n: int, position: int, index: int,
+        state: CurriculumState, in_flight: Collection[str] | None,
+    ) -> list[int]:  # fmt: skip
+        """Return the n example indices of a batch that are taken in the stage's order."""
+        start = 0
+        if config.needs_solve_rates:
+            start = index * n if in_flight is None else 0
+            members = self._select_by_solve_rate(config, members, position, state.get("rates", {}))
+            members.sort(key=lambda i: self.examples[i].uid in (in_flight or ()))  # stable: keeps their order
+        elif config.order:
+            start = (position + index - state.get("began", 0)) * n
+        else:
+            members = [members[k] for k in shuffled_batch(position + index, len(members), max(n, 1), self.seed)]
+        return [members[(start + k) % len(members)] for k in range(n)]
 
     def _select_by_solve_rate(
         self, config: CurriculumStageConfig, members: list[int], position: int, rates: dict
@@ -228,13 +252,23 @@ class Curriculum(DataOrder):
             keys.append((distance, tries, rank, tie, i))
         return [i for *_, i in sorted(keys)]
 
+    def _draw_by_variance(self, members: list[int], position: int, rates: dict) -> list[int]:
+        """Return the example indices in the order of draws without replacement, each in proportion to the variance
+        p (1 - p) of the rewards at its solve rate p, 1/2 if it was never tried (MMR1, arXiv:2509.21268)."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "variance", position))
+        solve_rates = torch.tensor([rates.get(self.examples[i].uid, (0.5, 0))[0] for i in members]).clamp(0, 1)
+        weights = solve_rates * (1 - solve_rates) + LEAST_VARIANCE
+        # the first of independent exponential times with these rates is a draw in proportion to them, the next as well
+        times = torch.empty(len(members)).exponential_(generator=generator) / weights
+        return [members[k] for k in times.argsort().tolist()]
+
     def after_step(
         self, state: CurriculumState, step: int, position: int, accuracy: Mapping[str, float]
     ) -> CurriculumState:
         """Return the state after a step. `position` is that of the next step; `accuracy` is the mean accuracy of each
         group of the step, by uid, and updates the solve rates if a stage needs them."""
         began = position if self.stage_index(step + 1) != self.stage_index(step) else state.get("began", 0)
-        if not any(config.needs_solve_rates for config in self.configs):
+        if not any(config.needs_solve_rates or config.variance for config in self.configs):
             return {"began": began}
         updated = dict(state.get("rates", {}))
         for uid, newest in sorted(accuracy.items()):

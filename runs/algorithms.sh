@@ -28,17 +28,17 @@ for seed in $SEEDS; do
             --out "$d/start" --seed "$seed" "${warm[@]}"
     fi
     for algo in $ALGOS; do
-        more=""
+        extra=""
         case $algo in
-            gspo | cispo | sapo) more="--minibatches 4" ;;
-            ppo) more="--algo-args critic_lr=1e-3" ;;
+            gspo | cispo | sapo) extra="--minibatches 4" ;;
+            ppo) extra="--algo-args critic_lr=1e-3" ;;
         esac
         [ -f "$d/$algo/checkpoints/step_$(printf %06d "$steps")/trainer.json" ] && continue
         # shellcheck disable=SC2086
         python train.py --model "$d/start" --data "$d/train.parquet" --eval-data "$d/test.parquet" --out "$d/$algo" \
             --algo "$algo" --steps "$steps" --prompts-per-step 32 --group-size 8 --max-new-tokens 12 --lr 2e-4 \
             --warmup-steps 5 --schedule cosine --micro-tokens 2048 --save-every "$steps" \
-            --seed "$seed" --resume auto $more "$@"
+            --seed "$seed" --resume auto $extra "$@"
     done
 done
 python - "$out" $ALGOS <<'PY' | tee "$out/table.md"

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-toy=${TOY:-out/tasks/geospot/seed0} # with start and train.parquet
+toy=${TOY:-out/tasks/geospot/seed0} # a folder with start/ and train.parquet
 out=${OUT:-out/geospot_stages}
 rm -rf "$out" && mkdir -p "$out"
 last=17
@@ -15,7 +15,7 @@ if [ "${1:-}" = --short ]; then
     python prepare_data.py geospot --toy --n 40 --out "$toy/train.parquet"
     python demo.py model --task geospot --out "$toy/start"
 fi
-more=("$@")
+flags=("$@")
 python - "$out/stages.json" <<'PY'
 import json, sys
 from tasks.geospot import CURRICULUM
@@ -23,10 +23,10 @@ from tasks.geospot import CURRICULUM
 stages = [stage | {"from": stage["from"] // 50} for stage in CURRICULUM]
 json.dump({"stages": stages}, open(sys.argv[1], "w"), indent=1)
 PY
-run() { # called in a subshell, whose process it replaces
+run() { # call it in a subshell, because exec replaces the process
     exec python train.py --model "$toy/start" --data "$toy/train.parquet" --out "$out/$1" --curriculum "$out/stages.json" \
         --steps 24 --prompts-per-step 16 --group-size 8 --max-new-tokens 48 --lr 2e-4 --warmup-steps 5 \
-        --micro-tokens 2048 --save-every 3 "${more[@]}" "${@:2}"
+        --micro-tokens 2048 --save-every 3 "${flags[@]}" "${@:2}"
 }
 (run whole > "$out/whole.log")
 run cut > "$out/cut.log" 2>&1 &

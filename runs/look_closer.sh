@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Does RL learn to use a tool? Run the demo of look_closer on three seeds, and compute the accuracy of the best policy
-# that does not use the tool. Writes out/look_closer/table.md and curve.png. CPU, two processes, two to three minutes per
-# seed.
-# --short as the first argument: one seed, with demo.py's --short.
+# that does not use the tool. Writes out/look_closer/table.md and curve.png. Takes two to three minutes per seed on a
+# CPU, with two processes.
+# With --short as the first argument: one seed, with demo.py's --short.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

@@ -41,7 +41,7 @@ if [ "$SERVERS" -ge ${#nodes[@]} ]; then
 fi
 trainers=("${nodes[@]::${#nodes[@]}-SERVERS}")
 servers=("${nodes[@]:${#nodes[@]}-SERVERS}")
-hosts=() urls=() # of each server
+hosts=() urls=() # one item per server
 for node in "${servers[@]}"; do
     for ((i = 0; i < GPUS / TP; i++)); do
         hosts+=("$node")
@@ -52,107 +52,108 @@ done
 AGREED=" --model --family-paths --dtype --data --eval-data --prompt-key --image-key --answer-key --data-source --instruction
     --bad-rows --max-prompt-tokens --max-new-tokens --min-pixels --max-pixels --lora-rank --sync --env --env-settings
     --max-turns "
-flags=() agreed=() vllm=() flag=""
+train_flags=() server_flags=() vllm_flags=() flag=""
 for word in "$@"; do
     case $word in
-        --*=*) both=("${word%%=*}" "${word#*=}") flag=${word%%=*} ;;
-        --*) both=("$word") flag=$word ;;
-        *) both=("$word") ;;
+        --*=*) words=("${word%%=*}" "${word#*=}") flag=${word%%=*} ;;
+        --*) words=("$word") flag=$word ;;
+        *) words=("$word") ;;
     esac
-    [[ ! " ${AGREED//$'\n'/ } " == *" $flag "* ]] || agreed+=("${both[@]}")
+    [[ ! " ${AGREED//$'\n'/ } " == *" $flag "* ]] || server_flags+=("${words[@]}")
     if [ "$flag" = --vllm ] && [ "$SERVERS" != 0 ]; then
-        vllm+=("${both[@]}")
+        vllm_flags+=("${words[@]}")
     else
-        flags+=("${both[@]}")
+        train_flags+=("${words[@]}")
     fi
 done
-if [[ "${vllm[*]}" == *tensor_parallel_size* ]]; then
+if [[ "${vllm_flags[*]}" == *tensor_parallel_size* ]]; then
     echo "error: --vllm tensor_parallel_size: set the variable TP of this script instead" >&2
     exit 1
 fi
-[ "$SERVERS" = 0 ] || flags+=(--rollout server --servers "${urls[@]}")
+[ "$SERVERS" = 0 ] || train_flags+=(--rollout server --servers "${urls[@]}")
 
 # --- the command of each process ---
 
 quote() { [ $# = 0 ] || printf '%q ' "$@"; }
-passed() {
+exports() {
     local name
     for name in $(compgen -e | grep -E '^(HF|NCCL|GLOO|OMP|VLLM)_' | grep -vE 'TOKEN|KEY'); do quote "$name=${!name}"; done
 }
 serve() { # argument: index of the server
     local port=${urls[$1]##*:}
     local first=$(((port - SERVER_PORT) * TP))
-    echo "cd $(quote "$DIR")&& exec env $(passed)CUDA_VISIBLE_DEVICES=$(seq -s, $first $((first + TP - 1))) $SERVE" \
-        "$(quote "${agreed[@]}")--host 0.0.0.0 --port $port --gpus $TP $(quote "${vllm[@]}")"
+    echo "cd $(quote "$DIR")&& exec env $(exports)CUDA_VISIBLE_DEVICES=$(seq -s, $first $((first + TP - 1))) $SERVE" \
+        "$(quote "${server_flags[@]}")--host 0.0.0.0 --port $port --gpus $TP $(quote "${vllm_flags[@]}")"
 }
 train() { # argument: node. With two networks torchrun's guesses of is_host and --local-addr by host name are wrong
     local is_host=0
     [ "$1" != "${trainers[0]}" ] || is_host=1
-    echo "cd $(quote "$DIR")&& exec env $(passed)TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $PYTHON -m torch.distributed.run" \
+    echo "cd $(quote "$DIR")&& exec env $(exports)TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $PYTHON -m torch.distributed.run" \
         "--nnodes ${#trainers[@]} --nproc-per-node $GPUS --rdzv-backend c10d --rdzv-endpoint ${trainers[0]}:$PORT" \
         "--rdzv-id ${SLURM_JOB_ID:-run} --rdzv-conf is_host=$is_host --local-addr $1 --max-restarts $RESTARTS" \
-        "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGUSR1 --shutdown-timeout $GRACE train.py $(quote "${flags[@]}")"
+        "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGUSR1 --shutdown-timeout $GRACE" \
+        "train.py $(quote "${train_flags[@]}")"
 }
 
 # --- running and ending the commands on their nodes ---
 
-on() { # arguments: node, command. Replaces this shell; the remote process ends with it
-    local there=(srun --overlap --nodes 1 --ntasks 1 --cpu-bind none --nodelist "$1" bash -c)
+run_on() { # arguments: node, command. Replaces this shell; the remote process ends with it
+    local launcher=(srun --overlap --nodes 1 --ntasks 1 --cpu-bind none --nodelist "$1" bash -c)
     # with a terminal, so that the remote process gets SIGHUP when the connection is lost
-    [ "$how" != ssh ] || there=(ssh -tt -o BatchMode=yes -o ServerAliveInterval=15 "$1")
+    [ "$how" != ssh ] || launcher=(ssh -tt -o BatchMode=yes -o ServerAliveInterval=15 "$1")
     if [ "$how" = hand ]; then
         echo "$1: $2"
     elif [ -n "${DRY:-}" ]; then
-        echo "${there[*]} ${2@Q}"
+        echo "${launcher[*]} ${2@Q}"
     else
-        exec "${there[@]}" "$2" < /dev/null
+        exec "${launcher[@]}" "$2" < /dev/null
     fi
 }
 if [ "$how" = hand ] || [ -n "${DRY:-}" ]; then
-    for i in "${!urls[@]}"; do on "${hosts[i]}" "$(serve "$i")"; done
+    for i in "${!urls[@]}"; do run_on "${hosts[i]}" "$(serve "$i")"; done
     for url in "${urls[@]}"; do echo "# wait until this succeeds: curl -f $url/health"; done
-    for node in "${trainers[@]}"; do on "$node" "$(train "$node")"; done
+    for node in "${trainers[@]}"; do run_on "$node" "$(train "$node")"; done
     [ "$how" != hand ] || [ "$SERVERS" = 0 ] || echo "# servers keep running until you stop them with Ctrl-C"
     exit
 fi
-serving=() training=() asked=""
-ended() { ! kill -0 "$1" 2> /dev/null; }
+serving=() training=() stopping=""
+has_ended() { ! kill -0 "$1" 2> /dev/null; }
 # shellcheck disable=SC2329  # called by the traps
-ask() { # ask the trainers to save and end; ssh does not pass signals on, but ends
-    asked=yes
+ask_to_stop() { # ask the trainers to save and end. ssh does not forward signals; it ends, which ends the remote process
+    stopping=yes
     for pid in "${training[@]}"; do kill -"$([ "$how" = ssh ] && echo TERM || echo USR1)" "$pid" 2> /dev/null || true; done
     [ ${#training[@]} -gt 0 ] || exit 1
 }
 # shellcheck disable=SC2329
-end() {
+end_all() {
     for pid in "${training[@]}" "${serving[@]}"; do kill -TERM "$pid" 2> /dev/null || true; done
     wait
 }
-trap end EXIT
-trap ask TERM INT HUP USR1
+trap end_all EXIT
+trap ask_to_stop TERM INT HUP USR1
 
 for i in "${!urls[@]}"; do
-    (on "${hosts[i]}" "$(serve "$i")") &
+    (run_on "${hosts[i]}" "$(serve "$i")") &
     serving+=($!)
 done
 for i in "${!urls[@]}"; do
     until curl --noproxy '*' -fso /dev/null --max-time 5 "${urls[i]}/health"; do
         problem=""
-        ! ended "${serving[i]}" || problem="has ended; see its output above"
+        ! has_ended "${serving[i]}" || problem="has ended; see its output above"
         [ $SECONDS -lt "$READY" ] || problem="does not answer after READY=$READY seconds"
         [ -z "$problem" ] || { echo "error: the server ${urls[i]} $problem" >&2; exit 1; }
         sleep 2
     done
 done
 for node in "${trainers[@]}"; do
-    (on "$node" "$(train "$node")") &
+    (run_on "$node" "$(train "$node")") &
     training+=($!)
 done
 code=0
 for pid in "${training[@]}"; do
     status=0
-    until wait "$pid" && status=0 || { status=$?; ended "$pid"; }; do :; done # a signal ends `wait`, but not the process
+    until wait "$pid" && status=0 || { status=$?; has_ended "$pid"; }; do :; done # a signal ends only the wait
     [ "$status" = 0 ] || code=$status
 done
-[ -z "$asked" ] || echo "stopped by a signal; run the same command with --resume auto to continue" >&2
+[ -z "$stopping" ] || echo "stopped by a signal; run the same command with --resume auto to continue" >&2
 exit "$code"

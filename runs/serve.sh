@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Start rollout servers on this machine, one per GPU (or per TP GPUs), on ports from PORT on. They stop with this script.
+# Start rollout servers on this machine, one per GPU (or per TP GPUs), on ports PORT, PORT + 1... They end with it.
 #   N=8 PORT=8000 runs/serve.sh --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet --max-new-tokens 2048
-# PYTHON must be from an environment with vLLM. Pass those flags of train.py on which servers must agree, then train with
+# PYTHON must be from an environment with vLLM. Pass the flags of train.py on which servers must agree, then train with
 #   --rollout server --servers http://127.0.0.1:8000 ... http://127.0.0.1:8007
 # HOST=0.0.0.0 accepts other machines, and so anyone who can reach the port: see docs/scale.md. DRY=1 only prints the
 # commands. --short as the first argument builds a toy model and prints the commands of two servers.

@@ -12,17 +12,17 @@ export out=${OUT:-out/tasks} short=""
 TASKS=${TASKS:-shapes geo3k vqa digits caption geospot nlvr2}
 SEEDS=${SEEDS:-0 1 2}
 mkdir -p "$out"
-one() {
+run_demo() {
     d=$out/$1/seed$2
     [ -f "$d/summary.json" ] && return
     echo "$1, seed $2: see $d.log"
     mkdir -p "$out/$1"
     python demo.py run --task "$1" --seed "$2" --processes 1 --out "$d" $short > "$d.log" 2>&1 || { tail -n 3 "$d.log"; exit 1; }
 }
-export -f one
+export -f run_demo
 failed=0
 for seed in $SEEDS; do for task in $TASKS; do echo "$task $seed"; done; done |
-    xargs -P "${JOBS:-2}" -L 1 bash -c 'one "$0" "$1"' || failed=1
+    xargs -P "${JOBS:-2}" -L 1 bash -c 'run_demo "$0" "$1"' || failed=1
 python - "$out" $TASKS <<'PY' | tee "$out/table.md"
 import json, math, statistics, sys
 from pathlib import Path

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # Compare losses and gradients of --tp 2 on 2 and 4 processes with those of one process, for toy models of all families
-# in five settings each. In fp32, or in double precision with `float64` as an argument. CPU, 2 cores, about five
-# minutes. Further flags are passed to every setting. --short as the first argument: one family, one setting, 1 and 2
-# processes.
+# in five settings each. Takes about five minutes on a CPU with 2 cores.
+#
+#   runs/tensor_parallel.sh [--short] [float64] [FLAG ...]
+#
+# --short compares one family in one setting on 1 and 2 processes; float64 computes in double precision instead of fp32;
+# other flags are passed to every setting.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -39,9 +42,9 @@ from itertools import chain
 
 import torch
 
-one, *others = (torch.load(f"{sys.argv[1]}-{n}.pt") for n in sys.argv[2:])
+single, *others = (torch.load(f"{sys.argv[1]}-{n}.pt") for n in sys.argv[2:])
 worst = {}
-for a, b in chain.from_iterable(zip(one, other, strict=True) for other in others):
+for a, b in chain.from_iterable(zip(single, other, strict=True) for other in others):
     largest = max(g.norm() for g in a["gradients"].values())
     worst["loss"] = max(worst.get("loss", 0.0), abs(a["metrics"]["loss/policy"] - b["metrics"]["loss/policy"]))
     for name, g in a["gradients"].items():

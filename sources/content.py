@@ -1,5 +1,5 @@
-"""Extraction of a row's content from its cells: the prompt, as text with <image> placeholders, and the image cells in
-the order of these placeholders."""
+"""Extraction of a row's content from its cells: the prompt, as text with <image> and <video> placeholders, and the
+cells of images and videos in the order of these placeholders."""
 
 import json
 import re
@@ -11,16 +11,20 @@ from string import Formatter
 
 from errors import UserError, as_user_error, need
 
-IMAGE_PLACEHOLDER = "<image>"
+IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER = "<image>", "<video>"
+MARK_PATTERN = re.compile(f"({IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER})")  # an image or a video in a message
 TRUTH = "reward_model.ground_truth"  # the column of the answer in the on-disk format
-# An image as Qwen's own templates write it, unexpanded or expanded: a run of <|image_pad|> is one image
-NATIVE_VISION_TOKENS = r"<\|vision_start\|>(?:(?:<\|image_pad\|>)+|<image>)<\|vision_end\|>|(?:<\|image_pad\|>)+"
-NATIVE_VISION_TOKENS = re.compile(
-    rf"{NATIVE_VISION_TOKENS}|<image>|<image[ _]?([0-9]{{1,3}})>"
-)  # MMMU's `<image 2>` is the row's second image
+VIDEO_COLUMNS = ("videos", "video")
+# An image or a video: our placeholder, or how Qwen's own templates write it, unexpanded or expanded (a run of
+# <|image_pad|> is one image), or MMMU's `<image 2>`, the row's second image
+PLACEHOLDERS = re.compile(
+    r"(<\|vision_start\|>)?(?:<\|(image|video)_pad\|>(?:<\|\2_pad\|>)*|<(image|video)>)(?(1)<\|vision_end\|>)"
+    r"|<image[ _]?([0-9]{1,3})>"
+)
 TEXT_PART_TYPES = ("text", "input_text")
-IMAGE_PART_TYPES = ("image", "image_url", "input_image")
-IMAGE_FIELDS = ("image", "image_url", "url", "path", "base64", "bytes")  # fields of a part that may hold its image
+MEDIA_PART_TYPES = ("image", "image_url", "input_image", "video", "video_url", "input_video")
+VIDEO_OPTIONS = {"video", "fps", "sample_fps", "nframes", "min_frames", "max_frames"}  # fields of a part with a video
+MEDIA_FIELDS = ("{}", "{}_url", "url", "path", "base64", "bytes")  # fields of a part that may hold its {image or video}
 EMPTY_VALUES = (None, "", [])
 
 
@@ -30,11 +34,11 @@ def split_column_names(key: str, columns: Collection[str]) -> list[str]:
     return [key] if key in columns else [name.strip() for name in key.split(",") if name.strip()]
 
 
-def image_cells(record: dict, image_key: str) -> list:
-    """Return the image cells of a row's columns, in order. A column holds one image or a list; in CSV files a list is
-    JSON text."""
+def media_cells(record: dict, names: Collection[str]) -> list:
+    """Return the image or video cells of a row's columns, in order. A column holds one or a list; in CSV files a list
+    is JSON text."""
     cells = []
-    for name in split_column_names(image_key, record):
+    for name in names:
         value = record.get(name)
         if isinstance(value, str) and value.lstrip().startswith("["):
             with suppress(ValueError, RecursionError):  # text that is not JSON is a file name
@@ -43,54 +47,58 @@ def image_cells(record: dict, image_key: str) -> list:
     return cells
 
 
-def row_content(record: dict, prompt_key: str, image_key: str, template: str = "") -> tuple[object, list]:
-    """Return a row's prompt with a placeholder for each image, and its image cells in the order of the
-    placeholders."""
+def row_content(record: dict, prompt_key: str, image_key: str, template: str = "") -> tuple[object, list, list]:
+    """Return a row's prompt with a placeholder for each image and video, and its image cells and its video cells in the
+    order of the placeholders."""
     prompt = fill_template(template, record) if template else record.get(prompt_key)
-    return insert_image_placeholders(prompt, image_cells(record, image_key))
+    names = split_column_names(image_key, record)
+    videos = [name for name in VIDEO_COLUMNS if name not in names]
+    return insert_placeholders(prompt, media_cells(record, names), media_cells(record, videos))
 
 
-def insert_image_placeholders(prompt: object, column: list) -> tuple[object, list]:
-    """Return a prompt (a string or messages) with plain text contents and an <image> placeholder for each image; and
-    the image cells in the order of the placeholders.
+def insert_placeholders(prompt: object, images: list, videos: Collection = ()) -> tuple[object, list, list]:
+    """Return a prompt (a string or messages) with plain text contents and an <image> or <video> placeholder for each
+    image and video; and the image cells and the video cells in the order of the placeholders.
 
-    A placeholder, Qwen's own image tokens, and a content part that holds no image use the next image of the row's
-    columns. A numbered placeholder uses the image with that number. Images that remain are appended. A value that is
+    A placeholder, Qwen's own tokens, and a content part that holds no image or video use the next one of the row's
+    columns. A numbered placeholder uses the image with that number. Those that remain are appended. A value that is
     neither a string nor a list of messages is returned unchanged. Raise UserError with the reason.
     """
-    remaining = deque(enumerate(column))
-    placed = []
+    remaining = {"image": deque(enumerate(images)), "video": deque(enumerate(videos))}
+    placed: dict[str, list] = {"image": [], "video": []}
     numbered = set()
 
-    def place_next(number: int | None = None) -> None:
-        if remaining:
-            index, cell = remaining.popleft()
+    def place_next(kind: str, number: int | None = None) -> None:
+        if remaining[kind]:
+            index, cell = remaining[kind].popleft()
             need(number in (None, index),
-                 f"has index {number!r:.20}, but the row's next image is {index}; list the images in order")
-            placed.append(cell)
+                 f"has index {number!r:.20}, but the row's next {kind} is {index}; list the {kind}s in order")
+            placed[kind].append(cell)
 
     def replace_match(match: re.Match) -> str:
-        if match[1]:
-            need(0 < int(match[1]) <= len(column), f"{match[0]} in the prompt, but the row has {len(column)} images")
-            numbered.add(int(match[1]) - 1)
-            placed.append(column[int(match[1]) - 1])
+        kind, number = match[2] or match[3] or "image", match[4]
+        if number:
+            need(0 < int(number) <= len(images),
+                 f"{match[0]} in the prompt, but the number of images in its row is {len(images)}")
+            numbered.add(int(number) - 1)
+            placed[kind].append(images[int(number) - 1])
         else:
-            place_next()
-        return IMAGE_PLACEHOLDER
+            place_next(kind)
+        return f"<{kind}>"
 
     def place_part(part: dict) -> str:
-        content = parse_content_part(part)
-        if isinstance(content, str):
-            return NATIVE_VISION_TOKENS.sub(replace_match, content)
-        placed.extend(content)
+        kind, content = parse_content_part(part)
+        if kind == "text":
+            return PLACEHOLDERS.sub(replace_match, content)
+        placed[kind].extend(content)
         if not content:
-            place_next(part.get("index"))
-        return IMAGE_PLACEHOLDER
+            place_next(kind, part.get("index"))
+        return f"<{kind}>"
 
     def place_message(i: int, message: object) -> object:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, str):
-            return message | {"content": NATIVE_VISION_TOKENS.sub(replace_match, content)}
+            return message | {"content": PLACEHOLDERS.sub(replace_match, content)}
         if isinstance(content, list):
             texts = []
             for j, part in enumerate(content):
@@ -100,15 +108,22 @@ def insert_image_placeholders(prompt: object, column: list) -> tuple[object, lis
         return message
 
     if isinstance(prompt, str):
-        prompt = NATIVE_VISION_TOKENS.sub(replace_match, prompt)
+        prompt = PLACEHOLDERS.sub(replace_match, prompt)
     elif isinstance(prompt, list):
         prompt = [place_message(i, message) for i, message in enumerate(prompt)]
-    return prompt, placed + [cell for index, cell in remaining if index not in numbered]
+    images = placed["image"] + [cell for index, cell in remaining["image"] if index not in numbered]
+    return prompt, images, placed["video"] + [cell for _, cell in remaining["video"]]
 
 
-def parse_content_part(part: object) -> str | list:
-    """Return the text of a content part in OpenAI's or Hugging Face's format, or [its image], or [] if it stands for
-    the row's next image.
+def frame_cells(cell: object) -> list | None:
+    """Return the image cells of the frames that a video cell lists, or None if it names a file to decode."""
+    frames = isinstance(cell, dict) and (cell.get("frames") or cell.get("video"))
+    return frames if isinstance(frames, list) else None
+
+
+def parse_content_part(part: object) -> tuple[str, str | list]:
+    """Return ("text", its text) of a content part in OpenAI's or Hugging Face's format, or its kind ("image" or
+    "video") with [the image or video], or with [] if it stands for the row's next one.
 
     Empty fields are ignored, as a struct column adds None for fields that a part lacks. OpenAI's `detail` is
     ignored too; use --max-pixels. Raise UserError if the part is invalid.
@@ -120,20 +135,24 @@ def parse_content_part(part: object) -> str | list:
         text = fields.pop("text", "")
         need(isinstance(text, str), f"has a text of type {type(text).__name__}, expected a string")
         need(not fields, f"is a text with unsupported fields: {', '.join(map(str, fields))}; remove them")
-        return text
-    need(part_type in IMAGE_PART_TYPES,
-         f"has type {part_type!r:.80}, expected one of {', '.join(TEXT_PART_TYPES + IMAGE_PART_TYPES)}")
-    need(fields or part_type == "image", f"has type {part_type!r} but no image")
-    need(len(fields) <= 1 and fields.keys() <= set(IMAGE_FIELDS),
-         f"has fields {', '.join(map(str, fields))}; an image part may have only one of {', '.join(IMAGE_FIELDS)}")
+        return "text", text
+    need(part_type in MEDIA_PART_TYPES,
+         f"has type {part_type!r:.80}, expected one of {', '.join(TEXT_PART_TYPES + MEDIA_PART_TYPES)}")
+    kind = "video" if "video" in part_type else "image"
+    known = [name.format(kind) for name in MEDIA_FIELDS]
+    need(fields or part_type == kind, f"has type {part_type!r} but no {kind}")
+    if kind == "video" and len(fields) > 1 and fields.keys() <= VIDEO_OPTIONS:  # Qwen's own form
+        return kind, [fields | {"fps": fields.get("sample_fps", fields.get("fps"))}]
+    need(len(fields) <= 1 and fields.keys() <= {*known},
+         f"has fields {', '.join(map(str, fields))}; {kind} parts may have only one of {', '.join(known)}")
     for name, value in fields.items():
         if isinstance(value, dict) and "url" in value:
             value = value["url"]
-        need(value, f"has no image in its field {name}")
+        need(value, f"has no {kind} in its field {name}")
         if name == "base64" and not str(value).startswith("data:"):
             value = f"data:;base64,{value}"
-        return [value]
-    return []
+        return kind, [value]
+    return kind, []
 
 
 # --- templates --------------------------------------------------------------------------------------------------------
@@ -156,16 +175,15 @@ def template_columns(template: str) -> list[str]:
 
 
 def fill_template(template: str, record: dict) -> str:
-    """Return the template filled with a row's values. Raise UserError if a value contains an image placeholder: only
+    """Return the template filled with a row's values. Raise UserError if a value contains a placeholder: only
     the template itself may."""
     parts = list(template_parts(template))
     text = "".join(chain.from_iterable((text, cell_text(record, name)) for text, name in parts))
     in_template, in_prompt = (
-        len(re.findall(IMAGE_PLACEHOLDER, NATIVE_VISION_TOKENS.sub(IMAGE_PLACEHOLDER, t)))
-        for t in ("".join(text for text, _ in parts), text)
+        len(PLACEHOLDERS.findall(t)) for t in ("".join(text for text, _ in parts), text)
     )
     need(in_template == in_prompt,
-         f"a column adds {in_prompt - in_template} image placeholders to --prompt-template, but only the template "
+         f"a column adds {in_prompt - in_template} placeholders to --prompt-template, but only the template "
          "itself may contain them; use --prompt-key for a column whose text contains them")
     return text
 

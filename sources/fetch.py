@@ -26,7 +26,7 @@ def clean_url(url: str) -> str:
     parts = urlsplit(url)
     need(parts.scheme in WEB and parts.hostname, "not an http(s) URL with a host")
     need("@" not in parts.netloc, "the URL contains a user name; download the file yourself and use its path")
-    need(parts.port != 0, "port 0")  # urlsplit itself raises for all other ports outside 1..65535
+    need(parts.port != 0, "port 0 is not valid")  # urlsplit itself raises for all other ports outside 1..65535
     path, query = (quote(part, safe=string.punctuation) for part in (parts.path, parts.query))
     return parts._replace(path=path, query=query, fragment="").geturl()
 

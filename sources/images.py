@@ -141,6 +141,7 @@ def check_decodes(data: bytes) -> tuple[int, int]:
     try:
         return decode_image(data).size
     except Image.UnidentifiedImageError as e:  # its own text only shows the address of a BytesIO
-        raise UserError(f"({len(data)} bytes) cannot be decoded: not one of {', '.join(FORMATS)}") from e
+        raise UserError(f"({len(data)} bytes) cannot be decoded: not one of {', '.join(FORMATS)} (videos belong in the "
+                        "column videos)") from e
     except IMAGE_ERRORS as e:
         raise UserError(f"({len(data)} bytes) cannot be decoded: {e}") from e

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from errors import UserError, as_user_error, need
-from sources.content import row_content, split_column_names
-from sources.images import image_bytes
+from sources.content import VIDEO_COLUMNS, frame_cells, row_content, split_column_names
+from sources.images import check_decodes, decode_image, image_bytes
 from sources.tables import open_parquet
 
 CACHE_BYTES = 16 << 20  # row groups cached per process
@@ -80,26 +81,33 @@ os.register_at_fork(after_in_child=ROW_GROUPS.__init__)  # a forked process has 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LazyImages(Sequence):
-    """The encoded images of one row of a parquet file, read when they are used."""
+    """The encoded images, or the frames of one video, of one row of a parquet file, read when they are used."""
 
     location: RowLocation
     sizes: tuple[tuple[int, int], ...]  # (width, height) of each decoded image
     checksums: tuple[int, ...]  # CRC-32 of each encoded image
+    video: int | None = None  # index of the video in its row
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
         """Read one encoded image, or a list of them. Raise UserError if an image has changed since it was checked."""
-        position = range(len(self))[index]
-        if isinstance(position, range):
-            return [self[i] for i in position]
+        positions = range(len(self))[index]
+        if isinstance(positions, int):
+            return self[positions : positions + 1][0]
         table = self.location[0]
-        cells = row_content(ROW_GROUPS.get(*self.location), table.prompt_key, table.image_key)[1]
-        with as_user_error((UserError, IndexError), f"{self!r}: image {position}"):
-            data = image_bytes(cells[position], table.root)
-            need(zlib.crc32(data) == self.checksums[position], "has changed since it was checked; start again")
-        return data
+        _, cells, videos = row_content(ROW_GROUPS.get(*self.location), table.prompt_key, table.image_key)
+        read = []
+        for position in positions:
+            with as_user_error((UserError, IndexError, TypeError), f"{self!r}: image {position}"):
+                cell = (cells if self.video is None else frame_cells(videos[self.video]))[position]
+                read.append(image_bytes(cell, table.root))
+                need(zlib.crc32(read[-1]) == self.checksums[position], "has changed since it was checked; start again")
+        return read
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self[:])  # reads the row once
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
@@ -109,15 +117,36 @@ class LazyImages(Sequence):
         return f"{table.path} row group {group} row {row}"
 
 
+def sizes_of(images: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Return (width, height) of each image, without decoding those that are still in a parquet file."""
+    return list(images.sizes) if isinstance(images, LazyImages) else [decode_image(data).size for data in images]
+
+
+def load_images(cells: list, raw: Any, reading: Any, video: int | None = None) -> Sequence[bytes]:
+    """Return the encoded files of image cells, or of the frames of a video, after decoding each once as a check. For
+    rows of a parquet file that is only read, return LazyImages."""
+    images, sizes = [], []
+    for i, cell in enumerate(cells):
+        try:
+            images.append(image_bytes(cell, raw.root, reading.fetch, reading.image_root))
+            sizes.append(check_decodes(images[i]))
+        except UserError as e:
+            raise UserError(f"{'image' if video is None else f'video {video}: frame'} {i} {e}") from e
+        need(video is None or sizes[i] == sizes[0],
+             f"video {video}: frame {i} has size {sizes[i]}, but the first has {sizes[0]}; make them equal")
+    checksums = tuple(map(zlib.crc32, images))
+    return LazyImages(raw.image_source, tuple(sizes), checksums, video) if raw.image_source else images
+
+
 def row_locations(path: Path, root: Path, prompt_key: str, image_key: str) -> Iterator[RowLocation]:
     """Yield the location of each row of a parquet file; relative image paths start at `root`. Print a line if the row
     groups are so large that reading is slow."""
     with pq.ParquetFile(path) as parquet:
         names = parquet.schema_arrow.names
         groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
-    columns = split_column_names(image_key, names) + split_column_names(prompt_key, names)
+    columns = {*split_column_names(image_key, names), *split_column_names(prompt_key, names), *VIDEO_COLUMNS}
     status = path.stat()
-    table = ImageTable(path, status.st_size, status.st_mtime_ns, root, prompt_key, image_key, tuple(columns))
+    table = ImageTable(path, status.st_size, status.st_mtime_ns, root, prompt_key, image_key, tuple(columns & {*names}))
     largest = max((group.total_byte_size for group in groups), default=0)
     if largest > LARGE_GROUP:
         print_once(f"{path}: row groups of up to {largest >> 20} MiB make reading its images slow; rewrite it with "

@@ -4,10 +4,11 @@ a string with the reason."""
 import glob
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ STORE_ERRORS = {  # the error class of each library that reads a store, by modul
     "azure.core.exceptions": "AzureError", "aiohttp": "ClientError", "gcsfs.retry": "HttpError",
 }  # fmt: skip
 Record = dict | str  # a row by column, or the reason why it cannot be read
+# The line of a bad row: its file and number, unless it is a folder, and the reason
+BAD_ROW_PATTERN = re.compile(r"(?:(.*? (?:row|line)) (\d+)(?=: ))?(.*)", re.DOTALL)
 SPLITS = {"train": "train", "val": "validation", "test": "test"}  # our name -> the hub's name
 BATCH_ROWS = 16  # max rows of a parquet file that are read at once
 BATCH_BYTES = 2 << 20  # target size in memory of such a batch of rows
@@ -157,3 +160,19 @@ def build_extra_info_column(extras: list[dict]) -> pa.StructArray:
     if mixed:
         print(f"extra_info fields of mixed types, stored as JSON text: {', '.join(mixed)}")
     return pa.StructArray.from_arrays(list(columns.values()), list(columns))
+
+
+def summarise_bad_rows(bad: list[str]) -> list[str]:
+    """Return the first few lines, with one line for all rows of a file that are bad for the same reason, and the number
+    of the rows that these do not include."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for line in bad:
+        file, number, reason = BAD_ROW_PATTERN.fullmatch(line).groups()
+        rows.setdefault((file, reason), []).append(number)
+    shown = dict(islice(rows.items(), 5))
+    lines = []
+    for (file, reason), numbers in shown.items():
+        others = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+        lines.append(f"{file}{'s' * (len(numbers) > 1)} {', '.join(numbers[:5])}{others}{reason}" if file else reason)
+    rest = len(bad) - sum(map(len, shown.values()))
+    return lines + [f"... and {rest} more"] * (rest > 0)

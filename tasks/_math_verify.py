@@ -104,7 +104,10 @@ def compare_latex(prediction: str, truth: str) -> bool:
 
 @contextmanager
 def limited_memory() -> Iterator[None]:
-    """Limit the address space inside the `with` block to what the process uses now plus MEMORY bytes."""
+    """Limit the address space inside the `with` block to what the process uses now plus MEMORY bytes (Linux)."""
+    if sys.platform != "linux":
+        yield
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY

@@ -136,13 +136,13 @@ class NeedsAlgebra(ExpressionError):
 
 # --- normalising LaTeX --------------------------------------------------------------------------------------------
 
-CHARACTERS = dict(zip("º˚⁻−–—×·⋅∙•÷⁄∕∶⩽⩾≃≅$~’′", "°°----*****///:≤≥≈≈  ''", strict=True))
+CHARACTERS = dict(zip("º˚⁻−–—×·⋅∙•÷⁄∕∶⩽⩾≃$~’′", "°°----*****///:≤≥≈  ''", strict=True))
 CHARACTERS |= {"√": "\\sqrt ", "∛": "\\sqrt[3] ", "½": "\\frac12", "⅓": "\\frac13", "⅔": "\\frac23"}
 CHARACTERS = str.maketrans(CHARACTERS | {"¼": "\\frac14", "¾": "\\frac34"})
 COMMAND_SYNONYMS = {
     "\\frac ": "frac dfrac tfrac cfrac sfrac nicefrac", "^": "textsuperscript",
     "*": "cdot times ast", "/": "div", ":": "colon", "±": "pm mp", "": "!",
-    "≈": "approx simeq cong sim", "≤": "le leq leqslant", "≥": "ge geq geqslant", "<": "lt", ">": "gt",
+    "≈": "approx simeq sim", "≅": "cong", "≤": "le leq leqslant", "≥": "ge geq geqslant", "<": "lt", ">": "gt",
     "≠": "ne neq", "=": "equiv in", "∪": "cup", "∞": "infty", "…": "ldots dots cdots dotsc", " or ": "lor vee",
     "%": "%", "∠": "angle measuredangle", "△": "triangle", "°": "circ degree deg textdegree", "'": "prime",
     "π": "pi", "α": "alpha", "β": "beta", "γ": "gamma", "θ": "theta", "φ": "phi varphi",
@@ -177,6 +177,7 @@ REWRITES = [
     (r"(?<![A-Za-z\\])sqrt ?(?=[\d({])", r"\\sqrt "),
     (r"(?<![A-Za-z\\_])pi(?![A-Za-z_])", "π"),
     (r"\*\*", "^"),
+    (r"≅(?= ?-?[\d.])", "≈"),  # before other things it is the sign of congruence, which is not that of similarity
     ("<=", "≤"),
     (">=", "≥"),
     (r"\s+", " "),
@@ -190,7 +191,8 @@ REWRITES = [
 REWRITES = [(re.compile(pattern), new) for pattern, new in REWRITES]
 THOUSANDS = re.compile(r"(?<![\d.,])(?<!\d )\d{1,3}(?:(?:,\d{3})+(?![\d,])|(?: \d{3})+(?! ?[\d/]))")
 MIXED = re.compile(
-    r"(?<![\d.^])(\d{1,9})(?: ?\\frac ?(?:\{ ?(\d{1,9}) ?\} ?\{ ?(\d{1,9}) ?\}|(\d) ?(\d))| (\d{1,9})/(\d{1,9})(?!\d))"
+    r"(?<![\d.^])(\d{1,9})(?: ?\\frac ?(?:\{ ?(\d{1,9}) ?\} ?\{ ?(\d{1,9}) ?\}|(\d) ?(\d))"
+    r"| (\d{1,9}) ?/ ?(\d{1,9})(?!\d))"
 )
 
 

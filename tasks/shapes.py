@@ -23,6 +23,7 @@ from reward import (
     register,
 )
 from sources.images import encode_png
+from sources.videos import Video, content_bytes, split_media
 
 SIDE = 84  # pixels: 3 x 3 cells of 28, and a cell is one merged patch of a Qwen2-VL vision tower
 CELL = 28
@@ -77,9 +78,9 @@ def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
 
 # --- toy --------------------------------------------------------------------------------------------------------------
 
-# An item of `scenes(split, seed)`: images, and questions as (answer type, prompt as in the rows, perfect response,
-# truth).
-Scene = tuple[list[bytes], list[tuple[str, ...]]]
+# An item of `scenes(split, seed)`: images and videos, and questions as (answer type, prompt as in the rows, perfect
+# response, truth).
+Scene = tuple[list[bytes | Video], list[tuple[str, ...]]]
 Scenes = Callable[[str, int], Iterator[Scene]]  # arguments: split, seed
 Toy = Callable[[int, str, int], Iterator[dict]]  # arguments: number of rows, split, seed
 
@@ -89,7 +90,10 @@ def make_boxed_response(answer: str, thought: str = "") -> str:
     return (f"<think>{thought}</think>" if thought else "") + rf"\boxed{{{answer}}}"
 
 
-DEMO = {"eval_every": 5}  # settings of demo.py
+DEMO = {  # settings of demo.py
+    "see_steps": 380, "habit_steps": 90, "lazy": 0.65, "images": 16, "steps": 45, "eval_every": 9,
+    "train_vision": "all",
+}  # fmt: skip
 USUAL = {"count": "2", "colour": "red", "shape": "circle", "exists": "yes", "angle": "90"}
 USUAL = {kind: make_boxed_response(answer) for kind, answer in USUAL.items()}  # a lazy annotator's answers (demo.py)
 
@@ -151,9 +155,9 @@ def in_one_split(name: str) -> Callable[[Callable[[random.Random], Scene]], Scen
         def scenes(split: str, seed: int) -> Iterator[Scene]:
             rng = make_split_rng(name, split, seed)
             while True:
-                images, questions = draw(rng)
-                if belongs_to_split(images[0], split):
-                    yield images, questions
+                media, questions = draw(rng)
+                if belongs_to_split(content_bytes(media[0]), split):
+                    yield media, questions
 
         return scenes
 
@@ -199,8 +203,9 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
 
 def alternate_types(
     n: int, source: Iterator[Scene], kinds: Sequence[str]
-) -> Iterator[tuple[list[bytes], str, str, str]]:
-    """Yield n times (images, answer type, prompt, truth): one question per scene, no scene twice, the types in turn."""
+) -> Iterator[tuple[list[bytes | Video], str, str, str]]:
+    """Yield n times (images and videos, answer type, prompt, truth): one question per scene, no scene twice, the types
+    in turn."""
     waiting: dict[str, list] = {kind: [] for kind in kinds}
     seen = set()
     for index in range(n):
@@ -225,10 +230,12 @@ def toy_of(
     """
 
     def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-        for index, (files, kind, prompt, truth) in enumerate(alternate_types(n, scenes(split, seed), kinds)):
+        for index, (media, kind, prompt, truth) in enumerate(alternate_types(n, scenes(split, seed), kinds)):
             answer = {answers: truth} if answers else {"reward_model": {"style": "rule", "ground_truth": truth}}
             uid = f"{task}-{split}-{seed}-{index}"
-            yield answer | {
+            files, clips = split_media(media)
+            videos = [{"frames": list(clip.frames), "fps": clip.fps} for clip in clips]
+            yield answer | ({"videos": videos} if videos else {}) | {
                 "data_source": task,
                 prompts: [{"role": "user", "content": prompt}],
                 images: [{"bytes": file, "path": None} for file in files],

@@ -1,7 +1,7 @@
-"""train.py with an engine that samples in threads while the trainer computes, as servers do: transformers behind a
-lock, each token after a random delay, new weights in the middle of responses. Run by test_async.py.
+"""train.py with an engine that samples in threads while the trainer computes, as servers do. Run by test_async.py.
 
-OUT.RANK.jsonl gets a line for each step, before its update: the uids of its groups by their position in the data.
+The engine is HFEngine behind a lock. It waits a random time for each token, and a weight sync can come in the middle of
+a response. Before the update of each step, OUT.RANK.jsonl gets a line: the uids of its groups by position in the data.
 """
 
 import json
@@ -22,14 +22,14 @@ from engines.hf import HFEngine  # noqa: E402
 from model import load_hf  # noqa: E402
 from utils import run_script  # noqa: E402
 
-DELAY = float(os.environ.get("DELAY", "0.01"))  # seconds a token, at most
+DELAY = float(os.environ.get("DELAY", "0.01"))  # maximum delay of a token, in seconds
 
 
-class StandIn(HFEngine):
-    def __init__(self, *of, **more):
-        super().__init__(*of, **more)
+class ThreadedEngine(HFEngine):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.lock = threading.RLock()
-        self.sampled: dict[int, list[int]] = {}  # by id of a rollout: which weights sampled its tokens
+        self.sampled: dict[int, list[int]] = {}  # by id of a rollout: version of the weights that sampled each token
 
     def metrics(self):
         return {"servers_idle": 0.25}
@@ -38,9 +38,9 @@ class StandIn(HFEngine):
         with self.lock:
             return super().load_weights(named_tensors)
 
-    def _prefill_batch(self, *of):
+    def _prefill_batch(self, *args):
         with self.lock:
-            return super()._prefill_batch(*of)
+            return super()._prefill_batch(*args)
 
     def _decode_step(self, batch, responses, sampling, head_HV):
         time.sleep(DELAY * random.random())
@@ -54,30 +54,31 @@ class StandIn(HFEngine):
                     r.versions = self.sampled.pop(id(r))
 
 
-def stand_in(servers, processor, dtype, ctx, should_stop, **more):
+def start_engine(servers, processor, dtype, ctx, should_stop, **kwargs):
     path = sys.argv[sys.argv.index("--model") + 1]
-    return StandIn(load_hf(path, dtype), processor, ctx.device, should_stop=should_stop)
+    return ThreadedEngine(load_hf(path, dtype), processor, ctx.device, should_stop=should_stop)
 
 
-def plug_in_stand_in(module, flag):
-    return SimpleNamespace(ServerEngine=stand_in) if module == "engines.server" else errors.plug_in(module, flag)
+def plug_in_test_engine(module, flag):
+    return SimpleNamespace(ServerEngine=start_engine) if module == "engines.server" else errors.plug_in(module, flag)
 
 
-def recording(make_batch):
-    def recorded(pool, cfg, *more):
+def record_groups(make_batch):
+    def record_then_make_batch(pool, cfg, *args):
         first = pool.position - pool.batches_used
         uids: dict[int, list[str]] = {}
         for (number, _), group in pool.groups.items():
             uids.setdefault(first + number, []).append(group[0].prompt.uid)
         with Path(f"{cfg.run.out}.{pool.ctx.rank}.jsonl").open("a") as file:
             file.write(json.dumps(uids) + "\n")
-        return make_batch(pool, cfg, *more)
+        return make_batch(pool, cfg, *args)
 
-    return recorded
+    return record_then_make_batch
 
 
 if __name__ == "__main__":
-    engines.launch.plug_in = plug_in_stand_in
-    train.check_engine = lambda *of: None
-    train.pack_batch = recording(train.pack_batch)
+    engines.launch.plug_in = plug_in_test_engine
+    train.check_engine = lambda *args: None
+    train.server_kind = lambda *args: ""  # there is none to ask
+    train.pack_batch = record_groups(train.pack_batch)
     run_script(train.main, train.parse_args)

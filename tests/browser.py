@@ -1,6 +1,6 @@
-"""A headless Chromium, driven by the Chrome DevTools Protocol over two pipes: what tests of a page need of it.
+"""A headless Chromium for tests of pages, driven with the Chrome DevTools Protocol over two pipes.
 
-Protocol: https://chromedevtools.github.io/devtools-protocol; messages are JSON, each ended by a zero byte."""
+Protocol: https://chromedevtools.github.io/devtools-protocol; each message is JSON followed by a zero byte."""
 
 import base64
 import json
@@ -16,7 +16,8 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PROGRAM = next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = "--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --disable-background-networking"
-# The program reads file descriptor 3 and writes 4; a copy above both, so that neither covers the other
+# The browser reads from file descriptor 3 and writes to 4. Copy the pipes to descriptors from 10 on first, so that
+# neither dup2 overwrites the other pipe
 START = """import fcntl, os, sys
 ours = [fcntl.fcntl(int(x), fcntl.F_DUPFD, 10) for x in sys.argv[1:3]]
 for theirs, fd in zip((3, 4), ours): os.dup2(fd, theirs)
@@ -25,7 +26,8 @@ CODES = {"Enter": 13, "Escape": 27}
 
 
 class Browser:
-    """`errors`: exceptions, console errors and dialogs of what was opened last; `requests`: the addresses it asked."""
+    """A running browser. `errors` are the exceptions, console errors and dialogs of the last opened page;
+    `requests` are the addresses that it requested."""
 
     def __init__(self, folder: Path):
         theirs_in, self.to = os.pipe()
@@ -61,11 +63,11 @@ class Browser:
         return answer["result"]
 
     def read(self, seconds: float = 60) -> dict:
-        """The next message, noted if it is an event."""
+        """Return the next message. If it is an event, record it."""
         end = time.monotonic() + seconds
         while b"\0" not in self.left:
             ready = select.select([self.out], [], [], max(0.0, end - time.monotonic()))[0]
-            assert ready, f"the browser said nothing for {seconds} s"
+            assert ready, f"the browser sent nothing for {seconds} s"
             self.left += os.read(self.out, 1 << 20) or sys.exit("the browser ended")
         text, _, self.left = self.left.partition(b"\0")
         message = json.loads(text)
@@ -86,7 +88,7 @@ class Browser:
         return message
 
     def open(self, url: str, width: int = 1200, height: int = 750, dark: bool = False) -> None:
-        """In a new tab, in which the page has the focus; returns when it is loaded."""
+        """Open a page in a new tab with the focus, and wait until it is loaded."""
         self.session, last = {}, self.target
         self.target = self.call("Target.createTarget", url="about:blank")["targetId"]
         if last:
@@ -104,17 +106,17 @@ class Browser:
         self.go("Page.navigate", url=url)
 
     def go(self, method: str, **params: Any) -> None:
-        """A call after which the page is loaded anew."""
+        """Make a call that loads a page, and wait until it is loaded."""
         before = self.loaded
         self.call(method, **params)
         while self.loaded == before:
             self.read()
 
     def evaluate(self, code: str) -> Any:
-        """The value of an expression, awaited if it is a promise."""
-        got = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in got, got
-        return got["result"].get("value")
+        """Return the value of a JavaScript expression, awaited if it is a promise."""
+        result = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
 
     def press(self, *keys: str) -> None:
         for key in keys:
@@ -124,7 +126,7 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type="keyUp", **code)
 
     def click(self, selector: str) -> None:
-        """The middle of the first such element, by the mouse."""
+        """Click the middle of the first element that matches."""
         find = f"document.querySelector({json.dumps(selector)})"
         self.evaluate(f"{find}.scrollIntoView({{block: 'center'}})")
         box = self.evaluate(

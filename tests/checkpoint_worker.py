@@ -1,4 +1,4 @@
-"""Run by test_checkpoint.py under torchrun on two processes: what one of them meets, both tell.
+"""Run by test_checkpoint.py under torchrun on two processes: both report the errors of one of them.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 tests/checkpoint_worker.py MODEL FOLDER
 """
@@ -32,7 +32,7 @@ WEIGHT = "model.language_model.layers.0.mlp.up_proj.weight"
 def main(_) -> None:
     torch.set_num_threads(1)
     model, folder = sys.argv[1], Path(sys.argv[2])
-    out, ctx, processor, told = folder / "run", setup_distributed(), Processor(sys.argv[1]), []
+    out, ctx, processor, messages = folder / "run", setup_distributed(), Processor(sys.argv[1]), []
 
     def build(path: str) -> Policy:
         policy = Policy(build_meta_model(path), processor)
@@ -40,11 +40,11 @@ def main(_) -> None:
         load_sharded(policy, path)
         return policy
 
-    def tell(do, *args) -> None:
+    def record_message(function, *args) -> None:
         try:
-            told.append(str(do(*args)))
+            messages.append(str(function(*args)))
         except UserError as error:
-            told.append(str(error))
+            messages.append(str(error))
 
     policy = build(model)
     models = {"policy": (policy, make_optimizer(policy, 1e-3, 0.0))}
@@ -53,18 +53,18 @@ def main(_) -> None:
     weight = dict(policy.hf.named_parameters())[WEIGHT].to_local().detach()
     if ctx.rank == 1:
         weight[0, 0] = math.nan
-    tell(C.save_checkpoint, out, 6, models, 2)
+    record_message(C.save_checkpoint, out, 6, models, 2)
     weight.nan_to_num_()
 
-    def full(*_):
+    def fail_disk_full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     real = HuggingFaceStorageWriter.write_data
-    HuggingFaceStorageWriter.write_data = full if ctx.rank == 1 else real
-    tell(C.save_checkpoint, out, 6, models, 2)
+    HuggingFaceStorageWriter.write_data = fail_disk_full if ctx.rank == 1 else real
+    record_message(C.save_checkpoint, out, 6, models, 2)
     HuggingFaceStorageWriter.write_data = real
-    C.fsync_path = full  # of trainer.json, by rank 0
-    tell(C.save_checkpoint, out, 6, models, 2)
+    C.fsync_path = fail_disk_full  # as if rank 0 could not write trainer.json
+    record_message(C.save_checkpoint, out, 6, models, 2)
 
     if ctx.is_main:
         file = out / "checkpoints" / "step_000004" / "shard-00002-model-00001-of-00001.safetensors"
@@ -75,19 +75,19 @@ def main(_) -> None:
         tensors = load_file(folder / "bad" / "model.safetensors")
         next(tensors[name] for name in tensors if name.endswith("layers.0.mlp.up_proj.weight"))[-1, -1] = (
             math.nan
-        )  # of rank 1
+        )  # in the shard of rank 1
         save_file(tensors, folder / "bad" / "model.safetensors", metadata={"format": "pt"})
     torch.distributed.barrier()
-    tell(C.find_damage, out / "checkpoints" / "step_000004")
-    tell(
+    record_message(C.find_damage, out / "checkpoints" / "step_000004")
+    record_message(
         find_resume_checkpoint,
         out,
         "auto",
         train.parse_args(["--model", model, "--data", "d", "--out", str(out), "--steps", "9"]).to_flags(),
         [],
     )
-    tell(build, str(folder / "bad"))
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(told))
+    record_message(build, str(folder / "bad"))
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(messages))
 
 
 if __name__ == "__main__":

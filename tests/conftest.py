@@ -1,8 +1,10 @@
-"""Fixtures of several files: toy models, made once a session, pictures, and a process group of one."""
+"""Fixtures and helpers for several test files: toy models, which are made once a session, images, and a process group
+with one process."""
 
 import os
 import random
 import re
+import zlib
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,8 +28,9 @@ torch.set_num_threads(1)
 
 ROOT = Path(__file__).parents[1]
 
-# What a fork may delete (docs/deletions.md)
+# The parts that a fork may delete, with their files (docs/deletions.md)
 DELETABLE = {
+    "algorithms": ["algorithms"],
     "envs": ["envs"],
     "servers": [f"engines/{name}.py" for name in
                 "server client vllm_client sglang_client sync worker local serve".split()],
@@ -36,23 +39,43 @@ DELETABLE = {
     "curriculum": ["rewards/curriculum.py"],
     "pages": ["report/page"],
     "tasks": [f"tasks/{name}.py" for name in
-              "caption digits geometry geospot pairs vqa _math_verify _places _tables".split()],
+              "caption digits geometry geospot motion pairs shortcut vqa".split()] + [
+              f"tasks/_{name}.py" for name in "math_verify places published tables".split()],
     "tensor parallelism": ["parallel/tensor_parallel.py"],
     "sampling ahead": ["engines/ahead.py"],
-    "sources": [f"sources/{name}.py" for name in ("fetch", "remote", "text", "inspect_rows")],
+    "replayed experts": ["layers/experts.py"],
+    "plan": ["parallel/plan.py"],
+    "sources": [f"sources/{name}.py" for name in ("fetch", "remote", "text", "inspect_rows", "decode_videos")],
 }
 DELETED = [name for names in DELETABLE.values() for name in names if not (ROOT / name).exists()]
-MISSING = re.compile(r"No module named '(?:engines|envs|parallel|report|rewards|sources|tasks)\b[^']*'"
-                     r"|cannot import name '\w+' from '(?:tasks|sources)'|[\w/]+ is not in this copy")
-complete = pytest.mark.skipif(bool(DELETED), reason="it uses what is deleted")  # where no message says so
+FOLDERS = "algorithms|engines|envs|layers|parallel|report|rewards|sources|tasks"
+MISSING = re.compile(rf"No module named '(?:{FOLDERS})\b[^']*'"
+                     r"|cannot import name '\w+' from '(?:parallel|tasks|sources)'|[\w/]+ is not in this copy")
+# for tests whose failure in such a fork does not match MISSING
+complete = pytest.mark.skipif(bool(DELETED), reason="it uses what is deleted")
 
 
 def skip_if_missing(report):
-    """Make the failure of a test that needs what a fork has deleted a skip."""
-    found = DELETED and report.failed and MISSING.search(report.longreprtext)
-    if found:
-        report.outcome, report.longrepr = "skipped", (report.fspath, 0, f"Skipped: {found[0]}")
+    """Turn a failure into a skip if the test failed because a fork deleted something that it needs."""
+    missing = DELETED and report.failed and MISSING.search(report.longreprtext)
+    if missing:
+        report.outcome, report.longrepr = "skipped", (report.fspath, 0, f"Skipped: {missing[0]}")
     return report
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow-part", metavar="K/N", help="run only part K (from 0) of N equal parts of the slow tests")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out the slow tests of other parts than --slow-part. A test's part depends only on its name."""
+    if part := config.getoption("--slow-part"):
+        k, n = map(int, part.split("/"))
+        assert 0 <= k < n, f"--slow-part {part}: K counts from 0"
+        others = [item for item in items if "slow" in item.keywords and zlib.crc32(item.nodeid.encode()) % n != k]
+        config.hook.pytest_deselected(items=others)
+        dropped = set(others)
+        items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -69,14 +92,14 @@ FAMILIES = tuple(M.FAMILIES)
 
 
 def dense_mask(end_T: torch.Tensor) -> torch.Tensor:
-    """The attention mask of a micro-batch, (T, T) bool, [query, key]: the definition that back ends are tested
-    against."""
+    """Return the attention mask of a micro-batch, (T, T) bool, [query, key], by its definition. Attention back ends
+    are compared with it."""
     position_T = torch.arange(len(end_T), device=end_T.device)
     return (position_T[None, :] <= position_T[:, None]) & (position_T[:, None] < end_T[None, :])
 
 
 def written(uid, prompt_ids, response, images=()) -> Rollout:
-    """Return a response that was written, not sampled."""
+    """Return a rollout with a given response, which was not sampled."""
     n = len(response)
     prompt = Prompt(uid, list(prompt_ids), list(images), None, [])
     return Rollout(prompt, 0, list(response), [True] * n, [0.0] * n, "stop", "", versions=[0] * n)
@@ -84,7 +107,7 @@ def written(uid, prompt_ids, response, images=()) -> Rollout:
 
 @pytest.fixture(scope="session")
 def toys(tmp_path_factory) -> dict[str, Path]:
-    """family -> folder of a random toy model whose vocabulary is wider than its tokenizer, as Qwen's is."""
+    """family -> folder of a random toy model with a larger vocabulary than its tokenizer's, as Qwen has."""
     root = tmp_path_factory.mktemp("toys")
     for family in FAMILIES:
         demo.make_model(root / family, family, seed=0, hidden=64, layers=2, vocab=448)
@@ -109,7 +132,7 @@ def picture():
 
 @pytest.fixture
 def ctx():
-    """The context of the only process, with its process group."""
+    """The context of a single process, with a process group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield DistContext(0, 1, torch.device("cpu"))
     if dist.is_initialized():

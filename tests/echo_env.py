@@ -1,4 +1,4 @@
-"""An environment for tests: it shows the response's length as an image, and ends where that is a multiple of five."""
+"""An environment for tests: its images depend on the response's length, and it ends if that is a multiple of 5."""
 
 from PIL import Image
 

@@ -38,7 +38,7 @@ class Sink(Engine):
         return {}
 
 
-def sync(path: str, ctx: DistContext) -> dict[str, tuple]:
+def load_checksums(path: str, ctx: DistContext) -> dict[str, tuple]:
     cfg = E.parse_args([path, "--data", "-", "--out", "-", "--dtype", "bfloat16", "--rollout", "vllm"])
     engine = Sink()
     E.load_engine(cfg, path, None, ExampleList([], [0]), None, ctx, engine)
@@ -48,20 +48,20 @@ def sync(path: str, ctx: DistContext) -> dict[str, tuple]:
 def main(_) -> None:
     torch.set_num_threads(1)
     small, out, *paths = sys.argv[1:]
-    ctx, found = setup_distributed(), []
+    ctx, results = setup_distributed(), []
     for path in paths:
-        sync(small, ctx)
+        load_checksums(small, ctx)
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
         before = status("VmRSS")
-        sums = sync(path, ctx)
+        sums = load_checksums(path, ctx)
         peak = status("VmHWM") - before
         hf = merge_lora(load_model_or_checkpoint(path))
-        want = {name: (torch.bfloat16, checksum(p.bfloat16())) for name, p in hf.named_parameters()}
+        expected = {name: (torch.bfloat16, checksum(p.bfloat16())) for name, p in hf.named_parameters()}
         whole, largest = (4 * f(p.numel() for p in hf.parameters()) for f in (sum, max))
-        found.append({"peak": peak, "whole": whole, "largest": largest, "equal": sums == want})
+        results.append({"peak": peak, "whole": whole, "largest": largest, "equal": sums == expected})
         del hf
-    everyone = ctx.gather(found)
+    everyone = ctx.gather(results)
     if ctx.is_main:
         Path(out).write_text(json.dumps(everyone))
 

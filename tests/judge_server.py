@@ -1,6 +1,6 @@
-"""A local server that answers as an OpenAI-compatible one does, or misbehaves in every way that a test asks for.
+"""A local OpenAI-compatible server for tests, which replies, or misbehaves, as the test specifies.
 
-with JudgeServer(say("Score: 7")) as server:  # server.url; server.asked: what came; server.most: calls at a time
+with JudgeServer(say("Score: 7")) as server:  # server.url; also .requests and .max_concurrent
 """
 
 import json
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Act = Callable[[BaseHTTPRequestHandler, Any], None]  # (handler, the request's JSON) -> it has answered
+Reply = Callable[[BaseHTTPRequestHandler, Any], None]  # sends a reply, given the handler and the request's JSON
 MODELS = {"object": "list", "data": [{"id": "toy-judge"}, {"id": "other"}]}
 
 
-def send(body: object, status: int = 200, **headers: str) -> Act:
-    """Bytes as they are, anything else as JSON."""
+def send(body: object, status: int = 200, **headers: str) -> Reply:
+    """Reply with a body: bytes are sent as they are, anything else as JSON."""
 
-    def act(handler: BaseHTTPRequestHandler, _: Any) -> None:
+    def reply(handler: BaseHTTPRequestHandler, _: Any) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         handler.send_response(status)
         for name, value in ({"Content-Length": len(data)} | headers).items():
@@ -25,7 +25,7 @@ def send(body: object, status: int = 200, **headers: str) -> Act:
         handler.end_headers()
         handler.wfile.write(data)
 
-    return act
+    return reply
 
 
 def completion(text: object, finish_reason: str = "stop") -> dict:
@@ -34,76 +34,76 @@ def completion(text: object, finish_reason: str = "stop") -> dict:
     return {"id": "1", "object": "chat.completion", "choices": [choice], "usage": usage}
 
 
-def say(text: object, finish_reason: str = "stop", wait_s: float = 0.0) -> Act:
-    def act(handler: BaseHTTPRequestHandler, asked: Any) -> None:
+def say(text: object, finish_reason: str = "stop", wait_s: float = 0.0) -> Reply:
+    def reply(handler: BaseHTTPRequestHandler, request: Any) -> None:
         time.sleep(wait_s)
-        send(completion(text, finish_reason))(handler, asked)
+        send(completion(text, finish_reason))(handler, request)
 
-    return act
+    return reply
 
 
-def prompt_of(asked: dict) -> str:
-    """The text of a request."""
-    content = asked["messages"][0]["content"]
+def prompt_text(request: dict) -> str:
+    """Return the text of a request."""
+    content = request["messages"][0]["content"]
     return content if isinstance(content, str) else content[-1]["text"]
 
 
-def echo(cut: Callable[[str], str]) -> Act:
-    """Says what `cut` makes of the prompt."""
-    return lambda handler, asked: send(completion(cut(prompt_of(asked))))(handler, asked)
+def echo(cut: Callable[[str], str]) -> Reply:
+    """Reply with `cut` of the prompt's text."""
+    return lambda handler, request: send(completion(cut(prompt_text(request))))(handler, request)
 
 
-def raw(*pieces: bytes, every_s: float = 0.0, forever: bool = False) -> Act:
-    """These bytes as the whole answer, status line included, one after another; then the connection ends."""
+def raw(*pieces: bytes, interval_s: float = 0.0, forever: bool = False) -> Reply:
+    """Reply with these bytes, including the status line, one piece after another; then close the connection."""
 
-    def act(handler: BaseHTTPRequestHandler, _: Any) -> None:
+    def reply(handler: BaseHTTPRequestHandler, _: Any) -> None:
         handler.close_connection = True
-        todo = list(pieces)
-        while todo and not handler.server.ending.is_set():
-            handler.wfile.write(todo[0] if forever and len(todo) == 1 else todo.pop(0))
+        remaining = list(pieces)
+        while remaining and not handler.server.stopping.is_set():
+            handler.wfile.write(remaining[0] if forever and len(remaining) == 1 else remaining.pop(0))
             handler.wfile.flush()
-            time.sleep(every_s)
+            time.sleep(interval_s)
 
-    return act
+    return reply
 
 
 def hang(handler: BaseHTTPRequestHandler, _: Any) -> None:
     handler.close_connection = True
-    handler.server.ending.wait(20)
+    handler.server.stopping.wait(20)
 
 
 class JudgeServer(ThreadingHTTPServer):
-    """Answers calls with `acts` in turn, the last one over and over; lists MODELS."""
+    """A server that gives its replies in order and then repeats the last one. `models` replies to GET requests."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, *acts: Act, models: Act | None = None):
+    def __init__(self, *replies: Reply, models: Reply | None = None):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.acts = acts
+        self.replies = replies
         self.models = models or send(MODELS)
-        self.asked: list[dict] = []  # path, headers, json, time
+        self.requests: list[dict] = []  # path, headers, json, time
         self.lock = threading.Lock()
-        self.now = 0
-        self.most = 0
-        self.ending = threading.Event()
+        self.concurrent = 0
+        self.max_concurrent = 0
+        self.stopping = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     @property
     def calls(self) -> int:
-        return sum("chat" in asked["path"] for asked in self.asked)
+        return sum("chat" in request["path"] for request in self.requests)
 
     def __enter__(self) -> "JudgeServer":
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ending.set()
+        self.stopping.set()
         self.shutdown()
         self.server_close()
 
     def handle_error(self, *_: object) -> None:
-        """A client that hangs up is what many tests are about."""
+        """Ignore errors: in many tests the client disconnects."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -114,20 +114,20 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self.server.asked.append({"path": self.path, "headers": dict(self.headers), "json": None})
+        self.server.requests.append({"path": self.path, "headers": dict(self.headers), "json": None})
         self.server.models(self, None)
 
     def do_POST(self) -> None:
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with server.lock:
-            asked = {"path": self.path, "headers": dict(self.headers), "json": body, "time": time.monotonic()}
-            server.asked.append(asked)
-            act = server.acts[min(server.calls, len(server.acts)) - 1]
-            server.now += 1
-            server.most = max(server.most, server.now)
+            request = {"path": self.path, "headers": dict(self.headers), "json": body, "time": time.monotonic()}
+            server.requests.append(request)
+            reply = server.replies[min(server.calls, len(server.replies)) - 1]
+            server.concurrent += 1
+            server.max_concurrent = max(server.max_concurrent, server.concurrent)
         try:
-            act(self, body)
+            reply(self, body)
         finally:
             with server.lock:
-                server.now -= 1
+                server.concurrent -= 1

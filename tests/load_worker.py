@@ -1,9 +1,9 @@
-"""Run by test_loading.py under torchrun: load a model into shards, measure its memory, compare with transformers'
-loading.
+"""Load a model into shards, measure the memory this takes, and compare the weights with those that transformers loads.
+Run by test_loading.py under torchrun:
 
     python -m torch.distributed.run --standalone --nproc-per-node N tests/load_worker.py MODEL OUT.json SMALL [TP]
 
-SMALL is loaded first, so that code which is imported on the way does not count as memory of the model.
+SMALL, another model, is loaded first, so that the memory of code imported during loading is not counted.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from utils import run_script, setup_distributed  # noqa: E402
 
 
 def status(key: str) -> int:
-    """A line of /proc/self/status, bytes."""
+    """Return the value of a line of /proc/self/status, in bytes."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{key}:"))
     return 1024 * int(line.split()[1])
 
@@ -40,8 +40,8 @@ def main(_) -> None:
     load_sharded(policy, small)
     del policy
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that is freed but kept would hide a part of the model's
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # otherwise the model would reuse freed memory, which would not be counted
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status("VmRSS")
     policy = Policy(build_meta_model(model), processor)
     apply_fsdp(policy, ctx.device, torch.float32, ParallelConfig(tp=tp))

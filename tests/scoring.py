@@ -1,4 +1,4 @@
-"""Rewards of texts by the tasks' own rewards, for tests of graders."""
+"""A helper for tests of graders: it computes the tasks' own rewards of texts."""
 
 from collections.abc import Sequence
 

@@ -1,9 +1,13 @@
-"""Advantages and losses against the published formulas in plain loops and float64.   pytest tests/test_algorithms.py"""
+"""Advantages and losses, compared with the published formulas in plain loops and float64.
+
+pytest tests/test_algorithms.py
+"""
 
 import itertools
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +18,6 @@ from hypothesis import strategies as st
 import grpo
 import train
 from grpo import (
-    Algorithm,
     PolicyLoss,
     adapt_kl_coef,
     gae,
@@ -27,14 +30,15 @@ from grpo import (
 )
 from kernels import fused_policy_loss
 from packing import TokenBatch, make_token_batch
+from train import AlgorithmSettings as Algorithm
 
 GROUPED = ("grpo", "dr_grpo", "rloo")  # methods that compare the samples of a prompt
 
 # Advantages -----------------------------------------------------------------------------------------------------------
 
 
-def published(rewards, method, norm_std):
-    """Lists of lists in and out, as the papers have them."""
+def slow_group_advantages(rewards, method, norm_std):
+    """Return advantages by the papers' formulas. Rewards and advantages are one list per group."""
     differences = []
     for values in rewards:
         mean = statistics.fmean(values)
@@ -59,17 +63,17 @@ def published(rewards, method, norm_std):
 )
 def test_advantages_equal_the_formulas_and_ignore_a_shift_of_a_group(rewards, shift):
     r = torch.tensor(rewards, dtype=torch.float64)
-    moved = r.clone()
-    moved[0] += shift  # of one group alone
+    shifted = r.clone()
+    shifted[0] += shift  # the rewards of one group only
     for method, norm_std in itertools.product((*GROUPED, "reinforce++"), (None, "group", "batch", "none")):
         got = group_advantages(r, method, norm_std)
         want = torch.tensor(
-            published(rewards, method, norm_std or grpo.ADVANTAGES[method].norm_std), dtype=torch.float64
+            slow_group_advantages(rewards, method, norm_std or grpo.ADVANTAGES[method].norm_std), dtype=torch.float64
         )
         assert got.dtype == torch.float64
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-        if method in GROUPED and (r[0].amax() == r[0].amin()) == (moved[0].amax() == moved[0].amin()):
-            torch.testing.assert_close(group_advantages(moved, method, norm_std), got, rtol=1e-6, atol=1e-6)
+        if method in GROUPED and (r[0].amax() == r[0].amin()) == (shifted[0].amax() == shifted[0].amin()):
+            torch.testing.assert_close(group_advantages(shifted, method, norm_std), got, rtol=1e-6, atol=1e-6)
 
 
 def test_ranks_that_share_their_moments_get_the_whole_steps_advantages():
@@ -88,7 +92,7 @@ def test_equal_rewards_give_exactly_zero():
     third = r[2:].double()
     third[0, -1] += 1e-9
     assert group_advantages(third).abs().max() > 0
-    # the guard is needed: without it the mean of some equal rewards is not them, and the tiny std blows the rest up
+    # the guard is needed: the mean of some equal rewards differs from them, and division by the tiny std magnifies this
     equal = torch.tensor([[x / 100] * 7 for x in range(100)], dtype=torch.float64)
     assert ((equal - equal.mean(1, keepdim=True)) / (equal.std(1, keepdim=True) + 1e-6)).abs().max() > 0
     for method, norm_std in itertools.product(GROUPED, ("group", "batch", "none")):
@@ -96,7 +100,7 @@ def test_equal_rewards_give_exactly_zero():
         assert group_advantages(r[:2], method, norm_std).abs().max() == 0
         mixed = group_advantages(torch.cat([equal[:3], torch.eye(2, 7, dtype=torch.float64)]), method, norm_std)
         assert mixed[:3].abs().max() == 0 and mixed[3:].abs().min() > 0
-    for value in (0.1, 0.3, 1e6 + 0.1):  # a step whose rewards are all equal teaches REINFORCE++ nothing either
+    for value in (0.1, 0.3, 1e6 + 0.1):  # REINFORCE++ gives zero too if all rewards of a step are equal
         assert group_advantages(torch.full((3, 7), value, dtype=torch.float64), "reinforce++").abs().max() == 0
 
 
@@ -111,7 +115,7 @@ def test_equal_rewards_give_exactly_zero():
         (torch.zeros(1, 2), "gae", "unknown method 'gae'"),
     ],
 )
-def test_bad_rewards_are_refused(rewards, method, match):
+def test_bad_rewards_and_unknown_methods_are_refused(rewards, method, match):
     with pytest.raises(ValueError, match=match):
         group_advantages(rewards, method)
 
@@ -134,19 +138,19 @@ def test_whitening_centres_and_scales():
 
 
 def slow_gae(rewards, values, mask, gamma, lam):
-    """The double sum of equation 16, over the tokens under the mask."""
-    where = [t for t, m in enumerate(mask) if m]
+    """Return advantages and returns from the double sum of equation 16, over the tokens in the mask."""
+    positions = [t for t, m in enumerate(mask) if m]
     advantages = [0.0] * len(mask)
-    for i, t in enumerate(where):
-        for n, u in enumerate(where[i:]):
-            following = values[where[i + n + 1]] if i + n + 1 < len(where) else 0.0
+    for i, t in enumerate(positions):
+        for n, u in enumerate(positions[i:]):
+            following = values[positions[i + n + 1]] if i + n + 1 < len(positions) else 0.0
             advantages[t] += (gamma * lam) ** n * (rewards[u] + gamma * following - values[u])
     return advantages, [a + values[t] if mask[t] else 0.0 for t, a in enumerate(advantages)]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.floats(0, 1), st.floats(0, 1), st.integers(0, 10**6))
-def test_gae_equals_a_double_loop_and_passes_over_masked_tokens(n, gamma, lam, seed):
+def test_gae_equals_a_double_loop_and_skips_masked_tokens(n, gamma, lam, seed):
     rng = random.Random(seed)
     rows = [
         (
@@ -163,11 +167,11 @@ def test_gae_equals_a_double_loop_and_passes_over_masked_tokens(n, gamma, lam, s
         for ours, exact in zip(got, want, strict=True):
             assert ours.dtype == torch.float64
             torch.testing.assert_close(ours[b], torch.tensor(exact, dtype=torch.float64), rtol=1e-9, atol=1e-9)
-        one = gae(rewards[b], values[b], mask[b], gamma, lam)  # a single response, without a batch axis
-        assert torch.equal(one[0], got[0][b]) and torch.equal(one[1], got[1][b])
+        single = gae(rewards[b], values[b], mask[b], gamma, lam)  # a single response, without a batch axis
+        assert torch.equal(single[0], got[0][b]) and torch.equal(single[1], got[1][b])
 
 
-def test_gae_refuses_columns_that_do_not_fit():
+def test_gae_refuses_columns_of_different_shapes():
     for shapes in ((3, 2, 3), (3, 3, 2), (2, 3, 3)):
         with pytest.raises(ValueError, match="must agree"):
             gae(*map(torch.ones, shapes), 1.0, 1.0)
@@ -177,14 +181,14 @@ def test_gae_refuses_columns_that_do_not_fit():
 
 
 def slow_losses(logp, old, advantage, rollout, algo, stopped=None):
-    """Token losses from the papers' formulas in plain floats; `stopped` are the logp where no gradient flows."""
+    """Return token losses by the papers' formulas in plain floats. `stopped` replaces logp where no gradient flows."""
     out = []
     for t in range(len(logp)):
         a, low, high = advantage[t], 1 - algo.clip_low, 1 + algo.clip_high
         ratio = math.exp(logp[t] - old[t])
         if algo.loss == "gspo":
-            mine = [u for u in range(len(logp)) if rollout[u] == rollout[t]]
-            ratio = math.prod(math.exp(logp[u] - old[u]) for u in mine) ** (1 / len(mine))
+            own = [u for u in range(len(logp)) if rollout[u] == rollout[t]]
+            ratio = math.prod(math.exp(logp[u] - old[u]) for u in own) ** (1 / len(own))
         if algo.loss in ("clip", "gspo"):
             value = -min(ratio * a, min(max(ratio, low), high) * a)
             if algo.dual_clip is not None and a < 0:
@@ -207,21 +211,21 @@ def slow_kl(logp, ref, kind):
 
 
 def slow_importance(old, engine, rollout, algo):
-    """What the engine's log-probabilities make of each token's loss."""
+    """Return the factor of each token's loss that corrects for the engine's log-probabilities."""
     out = []
     for t in range(len(old)):
         factor = 1.0 if algo.tis_cap is None else min(math.exp(old[t] - engine[t]), algo.tis_cap)
         if algo.ratio_mask is not None:
-            mine = [u for u in range(len(old)) if rollout[u] == rollout[t]]
-            mean = math.prod(math.exp(old[u] - engine[u]) for u in mine) ** (1 / len(mine))
+            own = [u for u in range(len(old)) if rollout[u] == rollout[t]]
+            mean = math.prod(math.exp(old[u] - engine[u]) for u in own) ** (1 / len(own))
             low, high = map(float, algo.ratio_mask.split(","))
             factor *= low <= mean <= high
         out.append(factor)
     return out
 
 
-def case(n=60, seed=0, spread=0.8):
-    """logp, entropy and the columns of a TokenBatch, as lists; responses of 1 to 7 tokens."""
+def make_columns(n=60, seed=0, spread=0.8):
+    """Return logp, entropy and the columns of a TokenBatch as lists, for responses of 1 to 7 tokens."""
     rng = random.Random(seed)
     logp = [rng.uniform(-3, 0) for _ in range(n)]
     rollout, number = [], 0
@@ -240,40 +244,40 @@ def case(n=60, seed=0, spread=0.8):
 
 
 def as_tensors(c, dtype=torch.float64):
-    """logp and entropy, which have gradients, and the TokenBatch."""
+    """Return logp and entropy, which require gradients, and the TokenBatch."""
     columns = {name: torch.tensor(x, dtype=dtype) for name, x in c.items() if name != "rollout"}
     logp, entropy = columns.pop("logp").requires_grad_(), columns.pop("entropy").requires_grad_()
     rollout = torch.tensor(c["rollout"])
     return logp, entropy, TokenBatch(rollout, n_images=torch.zeros(len(rollout)), **columns)
 
 
-def loss_of(loss="clip", kl_coef=0.0, **settings):
-    """Off policy, as two passes over the same rollouts are."""
+def make_loss(loss="clip", kl_coef=0.0, **settings):
+    """Return a loss with two passes over the same rollouts, so that it is off policy."""
     return PolicyLoss(Algorithm(loss=loss, kl_coef=kl_coef, update_epochs=2, **settings), kl_coef)
 
 
-def name_of(loss):
+def describe_loss(loss):
     return " ".join(f"{key}={value}" for key, value in vars(loss.algo).items() if value != getattr(Algorithm(), key))
 
 
 LOSSES = [
-    loss_of(), loss_of(clip_high=0.28), loss_of(dual_clip=1.3), loss_of("gspo", clip_low=0.05, clip_high=0.1),
-    loss_of("gspo", clip_low=0.05, clip_high=0.1, dual_clip=1.1), loss_of("cispo", clip_low=1.0, clip_high=0.4),
-    loss_of("cispo", clip_low=0.3, clip_high=0.2), loss_of("sapo"), loss_of("reinforce"),
-    *(loss_of(kl=kind, kl_coef=0.3) for kind in grpo.KL_ESTIMATORS),
-    loss_of("gspo", clip_low=0.05, clip_high=0.1, kl="k3", kl_coef=0.2, entropy_coef=0.1),
-    loss_of("sapo", entropy_coef=0.05),
-    loss_of(tis_cap=1.2),
-    loss_of("gspo", clip_low=0.05, clip_high=0.1, tis_cap=1.1),
-    loss_of("cispo", clip_low=0.3, clip_high=0.2, ratio_mask="0.9,1.2", entropy_coef=0.1),
-    loss_of(kl="k3", kl_coef=0.2, tis_cap=1.3, ratio_mask="0.8,1.1"),
+    make_loss(), make_loss(clip_high=0.28), make_loss(dual_clip=1.3), make_loss("gspo", clip_low=0.05, clip_high=0.1),
+    make_loss("gspo", clip_low=0.05, clip_high=0.1, dual_clip=1.1), make_loss("cispo", clip_low=1.0, clip_high=0.4),
+    make_loss("cispo", clip_low=0.3, clip_high=0.2), make_loss("sapo"), make_loss("reinforce"),
+    *(make_loss(kl=kind, kl_coef=0.3) for kind in grpo.KL_ESTIMATORS),
+    make_loss("gspo", clip_low=0.05, clip_high=0.1, kl="k3", kl_coef=0.2, entropy_coef=0.1),
+    make_loss("sapo", entropy_coef=0.05),
+    make_loss(tis_cap=1.2),
+    make_loss("gspo", clip_low=0.05, clip_high=0.1, tis_cap=1.1),
+    make_loss("cispo", clip_low=0.3, clip_high=0.2, ratio_mask="0.9,1.2", entropy_coef=0.1),
+    make_loss(kl="k3", kl_coef=0.2, tis_cap=1.3, ratio_mask="0.8,1.1"),
 ]  # fmt: skip
-each_loss = pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+each_loss = pytest.mark.parametrize("loss", LOSSES, ids=describe_loss)
 
 
 @each_loss
 def test_loss_and_gradient_equal_the_definition(loss):
-    c = case()
+    c = make_columns()
     algo = loss.algo
     logp, entropy, tokens = as_tensors(c)
     factors = slow_importance(c["old_logps"], c["rollout_logps"], c["rollout"], algo)
@@ -295,14 +299,14 @@ def test_loss_and_gradient_equal_the_definition(loss):
     for i in range(len(c["logp"])):
         sides = []
         for sign in (1, -1):
-            moved = list(c["logp"])
-            moved[i] += sign * step
-            sides.append(sum(total(moved, c["entropy"])))
+            shifted = list(c["logp"])
+            shifted[i] += sign * step
+            sides.append(sum(total(shifted, c["entropy"])))
         assert abs((sides[0] - sides[1]) / (2 * step) - logp.grad[i].item()) < 1e-6
         expected = -algo.entropy_coef * c["weights"][i] * kept[i]
         assert (0.0 if entropy.grad is None else entropy.grad[i].item()) == pytest.approx(expected, abs=1e-15)
     clipped = indicators["clipped"].sum()
-    assert 5 < clipped < 55 if algo.loss in ("clip", "gspo", "cispo") else clipped == 0  # both sides were exercised
+    assert 5 < clipped < 55 if algo.loss in ("clip", "gspo", "cispo") else clipped == 0  # some, not all
     assert (indicators["kl"] >= 0).all()
     assert ("capped" in indicators) == (algo.tis_cap is not None) and ("kept" in indicators) == (
         algo.ratio_mask is not None
@@ -310,29 +314,29 @@ def test_loss_and_gradient_equal_the_definition(loss):
     assert algo.ratio_mask is None or indicators["kept"].tolist() == [k > 0 for k in kept] and 0 < sum(kept) < 60
 
 
-def test_on_policy_every_loss_has_the_policy_gradient():
-    """At ratio 1 all are the same algorithm: the gradient is -A (gspo: the response's mean of it, here the same)."""
-    c = case()
+def test_on_policy_the_gradient_of_every_loss_is_the_policy_gradient():
+    """At ratio 1 all losses have the gradient -A (gspo: its mean over the response, which is the same here)."""
+    c = make_columns()
     for kind in grpo.LOSSES:
         logp, entropy, tokens = as_tensors(c)
-        tokens.old_logps = None  # the current ones are meant
+        tokens.old_logps = None  # then the current log-probabilities are used
         tokens.weights = torch.ones_like(tokens.weights)
         PolicyLoss(Algorithm(loss=kind))(logp, entropy, tokens)[0].sum().backward()
         torch.testing.assert_close(logp.grad, -tokens.advantages, rtol=1e-12, atol=1e-12)
 
 
 def test_off_policy_a_missing_column_is_an_error():
-    logp, entropy, tokens = as_tensors(case())
+    logp, entropy, tokens = as_tensors(make_columns())
     for name in ("old_logps", "ref_logps", "advantages", "weights"):
         part = tokens[:]
         setattr(part, name, None)
         with pytest.raises(TypeError):
-            loss_of(kl_coef=0.1)(logp, entropy, part)
+            make_loss(kl_coef=0.1)(logp, entropy, part)
 
 
 @each_loss
-def test_advantage_zero_has_exactly_no_gradient_without_kl_and_entropy(loss):
-    logp, entropy, tokens = as_tensors(case() | {"advantages": [0.0] * 60}, torch.float32)
+def test_advantages_of_zero_give_zero_gradients_without_kl_and_entropy(loss):
+    logp, entropy, tokens = as_tensors(make_columns() | {"advantages": [0.0] * 60}, torch.float32)
     loss(logp, entropy, tokens)[0].sum().backward()
     if not loss.kl_coef and not loss.algo.entropy_coef:
         assert logp.grad.abs().max() == 0 and (entropy.grad is None or entropy.grad.abs().max() == 0)
@@ -341,24 +345,24 @@ def test_advantage_zero_has_exactly_no_gradient_without_kl_and_entropy(loss):
 
 
 @each_loss
-def test_the_policy_head_evaluates_every_loss_in_any_blocks(loss, monkeypatch):
-    """Gradients through fused_policy_loss equal plain autograd's in float64, whole responses or not in a block."""
+def test_the_fused_policy_head_gives_the_same_loss_and_gradient_for_any_block_size(loss, monkeypatch):
+    """Loss and gradients of fused_policy_loss equal those of autograd in float64, also if blocks divide responses."""
     import kernels
 
-    c, vocab, g = case(), 40, torch.Generator().manual_seed(0)
+    c, vocab, g = make_columns(), 40, torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(60, 8, generator=g), torch.randn(vocab, 8, generator=g) / 3
     targets = torch.randint(vocab, (60,), generator=g)
     exact = torch.log_softmax(hidden.double() @ weight.double().t(), -1).gather(1, targets[:, None])[:, 0]
-    moved = exact - torch.tensor(c["logp"], dtype=torch.float64)
+    offset = exact - torch.tensor(c["logp"], dtype=torch.float64)
     for name in ("old_logps", "ref_logps", "rollout_logps"):
-        c[name] = (torch.tensor(c[name], dtype=torch.float64) + moved).float().tolist()
+        c[name] = (torch.tensor(c[name], dtype=torch.float64) + offset).float().tolist()
     _, _, tokens = as_tensors(c, torch.float32)
-    _, _, wide = as_tensors(c)
-    wide.weights, wide.advantages = tokens.weights.double(), tokens.advantages.double()
+    _, _, double_tokens = as_tensors(c)
+    double_tokens.weights, double_tokens.advantages = tokens.weights.double(), tokens.advantages.double()
     x, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logits = (x @ w.t()).log_softmax(-1)
     entropy = -(logits * logits.exp()).sum(-1)
-    want = loss(logits.gather(1, targets[:, None])[:, 0], entropy, wide)[0].sum()
+    want = loss(logits.gather(1, targets[:, None])[:, 0], entropy, double_tokens)[0].sum()
     want.backward()
     for block_rows in (4, 60):
         monkeypatch.setattr(kernels, "CPU_BLOCK_ELEMENTS", block_rows * vocab)
@@ -371,8 +375,8 @@ def test_the_policy_head_evaluates_every_loss_in_any_blocks(loss, monkeypatch):
 
 
 @each_loss
-def test_the_sum_does_not_depend_on_how_responses_are_split(loss):
-    c = case()
+def test_losses_do_not_depend_on_how_responses_are_divided_into_batches(loss):
+    c = make_columns()
     logp, entropy, tokens = as_tensors(c)
     whole = loss(logp, entropy, tokens)[0]
     ends = [i for i in range(1, 60) if c["rollout"][i] != c["rollout"][i - 1]]
@@ -383,9 +387,9 @@ def test_the_sum_does_not_depend_on_how_responses_are_split(loss):
 
 
 def test_unknown_names_are_refused():
-    one = torch.zeros(1)
-    for call, match in ((lambda: policy_loss(one, one, one, kind="magic"), "one of clip, gspo, cispo, sapo, reinforce"),
-                        (lambda: kl(one, one, "k4"), "choose one of k1, k2, k3")):  # fmt: skip
+    x = torch.zeros(1)
+    for call, match in ((lambda: policy_loss(x, x, x, kind="magic"), "one of clip, gspo, cispo, sapo, reinforce"),
+                        (lambda: kl(x, x, "k4"), "choose one of k1, k2, k3")):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             call()
     for register in (grpo.register_advantage("grpo", norm_std="none"), grpo.register_loss("clip")):
@@ -393,33 +397,34 @@ def test_unknown_names_are_refused():
             register(abs)
 
 
-# From rewards to the column of advantages -----------------------------------------------------------------------------
+# From rewards to advantages ------------------------------------------------------------------------------------------
 
 
 def slow_advantages(rewards, tasks, counts, old, ref, counted, algo, kl_coef):
-    """One list a response, by the formulas above; rewards, tasks (P, G) lists; old and ref a list a response."""
+    """Return a list of advantages for each response, by the formulas above. `rewards` and `tasks` (task rewards) have
+    one list per group, `old` and `ref` one list per response."""
     size = len(rewards[0])
     flat = list(itertools.chain.from_iterable(rewards))
     penalties = [[0.0] * n for n in counts]
     if algo.kl_in == "reward":
         penalties = [[kl_coef * slow_kl(a, b, algo.kl) for a, b in zip(*pair, strict=True)]
                      for pair in zip(old, ref, strict=True)]  # fmt: skip
-    told = [r for r, c in zip(flat, counted, strict=True) if c]  # where they agree only penalties differ
-    same = len(set(told)) < 2
+    compared = [r for r, c in zip(flat, counted, strict=True) if c]  # if they are all equal, only penalties differ
+    same = len(set(compared)) < 2
     if algo.adv in GROUPED:
-        told = [
+        compared = [
             r if algo.max_gen_batches == 1 or len(set(t)) > 1 else [0.0] for r, t in zip(rewards, tasks, strict=True)
         ]
-        same = all(len(set(group)) == 1 for group in told)
+        same = all(len(set(group)) == 1 for group in compared)
         total = [r - sum(p) for r, p in zip(flat, penalties, strict=True)]
         groups = [total[i : i + size] for i in range(0, len(total), size)]
         if algo.effective_norm_std != "batch":
-            by_group = published(groups, algo.adv, algo.effective_norm_std)
+            by_group = slow_group_advantages(groups, algo.adv, algo.effective_norm_std)
         else:
-            by_group = published(groups, algo.adv, "none")
-            dead = [algo.max_gen_batches > 1 and len(set(t)) == 1 for t in tasks]
+            by_group = slow_group_advantages(groups, algo.adv, "none")
+            dropped = [algo.max_gen_batches > 1 and len(set(t)) == 1 for t in tasks]
             by_group = [[0.0] * size if d or len(set(g)) == 1 else a for a, g, d in
-                        zip(by_group, groups, dead, strict=True)]  # fmt: skip
+                        zip(by_group, groups, dropped, strict=True)]  # fmt: skip
             std = statistics.stdev(itertools.chain.from_iterable(by_group))
             std = 1.0 if same and algo.kl_in == "reward" else std
             by_group = [[a / std if std > 1e-9 else 0.0 for a in g] for g in by_group]
@@ -440,8 +445,8 @@ def slow_advantages(rewards, tasks, counts, old, ref, counted, algo, kl_coef):
 
 @settings(max_examples=120, deadline=None)
 @given(st.data())
-def test_the_column_of_advantages_equals_the_formulas(data):
-    """Group methods and REINFORCE++; KL in the reward or not; truncated responses; dynamic sampling."""
+def test_compute_advantages_equals_the_formulas(data):
+    """This covers group methods and REINFORCE++, KL in the reward or not, truncated responses and dynamic sampling."""
     n_prompts, size = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 4))
     rng = random.Random(data.draw(st.integers(0, 10**6)))
     adv = data.draw(st.sampled_from([*GROUPED, "reinforce++"]))
@@ -468,28 +473,28 @@ def test_the_column_of_advantages_equals_the_formulas(data):
         got, torch.tensor(list(itertools.chain.from_iterable(want))).double(), rtol=1e-4, atol=1e-5
     )
 
-    # what is not packed could not have had a gradient
+    # responses that are not packed could not have had a gradient
     reasons = ["stop" if c else "length" for c in counted]
-    trains = grpo.has_gradient(tensors[0], reasons, algo)
-    quiet = Algorithm(**vars(algo) | {"kl_coef": 0.0})
-    trains_quiet = grpo.has_gradient(tensors[0], reasons, quiet)
-    alone, _ = grpo.compute_advantages(*tensors, tokens, torch.tensor(counted), quiet, 0.0)
-    moves = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, tokens.rollout, alone.abs()) > 0
+    packed = grpo.has_gradient(tensors[0], reasons, algo)
+    without_kl = Algorithm(**vars(algo) | {"kl_coef": 0.0})
+    packed_without_kl = grpo.has_gradient(tensors[0], reasons, without_kl)
+    unpenalised, _ = grpo.compute_advantages(*tensors, tokens, torch.tensor(counted), without_kl, 0.0)
+    has_advantage = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, tokens.rollout, unpenalised.abs()) > 0
     for i, count in enumerate(counted):
-        assert trains[i] == count or kl_in == "reward"  # a KL term pulls at all of them; as a penalty it needs all
-        assert trains_quiet[i] or not (count and moves[i])
-        assert not trains_quiet[i] or count
+        assert packed[i] == count or kl_in == "reward"  # a KL loss trains all counted responses; a KL penalty needs all
+        assert packed_without_kl[i] or not (count and has_advantage[i])
+        assert not packed_without_kl[i] or count
     equal = [len(set(group)) == 1 for group in rewards]
     if adv in GROUPED:
-        assert not any(trains_quiet[i] and equal[i // size] for i in range(len(counts)))
-    with_bonus = grpo.has_gradient(tensors[0], reasons, Algorithm(**vars(quiet) | {"entropy_coef": 0.1}))
+        assert not any(packed_without_kl[i] and equal[i // size] for i in range(len(counts)))
+    with_bonus = grpo.has_gradient(tensors[0], reasons, Algorithm(**vars(without_kl) | {"entropy_coef": 0.1}))
     assert with_bonus == counted
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 @pytest.mark.parametrize("turns", [None, [0.0, -0.5, 0.0, 0.25, 2.0, 0.0, 0.0, 0.125, 0.0, 0.0, 0.5]])
-def test_a_critics_advantages_are_gaes_over_the_ragged_responses(turns, kl_coef):
-    """What a turn earned comes with its token, and the rest of the reward with the last one."""
+def test_advantages_with_a_critic_are_gae_over_responses_of_any_length(turns, kl_coef):
+    """A turn's reward is earned at its token, and the rest of the reward at the last token."""
     algo = Algorithm(adv="gae", group_size=2, gamma=0.9, lam=0.8, kl_coef=kl_coef, kl_in="reward")
     rewards = [[1.0, 0.0], [0.25, 0.5]]
     counts = [3, 1, 5, 2]
@@ -499,14 +504,14 @@ def test_a_critics_advantages_are_gaes_over_the_ragged_responses(turns, kl_coef)
     tokens.values, tokens.old_logps, tokens.ref_logps = values, -values.abs(), -0.5 * values.abs() - 0.1
     tokens.turn_rewards = None if turns is None else torch.tensor(turns)
     advantages, returns = [], []
-    of_turns = torch.tensor(turns or [0.0] * sum(counts)).split(counts)
-    for r, v, of_turn in zip(itertools.chain.from_iterable(rewards), values.split(counts), of_turns, strict=True):
+    turn_rewards = torch.tensor(turns or [0.0] * sum(counts)).split(counts)
+    for r, v, by_turn in zip(itertools.chain.from_iterable(rewards), values.split(counts), turn_rewards, strict=True):
         earned = [x - kl_coef * slow_kl(-abs(y), -0.5 * abs(y) - 0.1, "k3")
-                  for x, y in zip(of_turn.tolist(), v.tolist(), strict=True)]  # fmt: skip
-        earned[-1] += r - sum(of_turn.tolist())
-        a, back = slow_gae(earned, v.tolist(), [True] * len(v), 0.9, 0.8)
+                  for x, y in zip(by_turn.tolist(), v.tolist(), strict=True)]  # fmt: skip
+        earned[-1] += r - sum(by_turn.tolist())
+        a, own_returns = slow_gae(earned, v.tolist(), [True] * len(v), 0.9, 0.8)
         advantages.append(a)
-        returns += back
+        returns += own_returns
     used = list(itertools.chain.from_iterable(a for a, c in zip(advantages, counted, strict=True) if c))
     mean, std = statistics.fmean(used), statistics.stdev(used)
     want = [(a - mean) / std for a in itertools.chain.from_iterable(advantages)]
@@ -514,7 +519,7 @@ def test_a_critics_advantages_are_gaes_over_the_ragged_responses(turns, kl_coef)
     got = grpo.compute_advantages(r, r, tokens, torch.tensor(counted), algo, kl_coef)
     torch.testing.assert_close(got[0], torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(got[1], torch.tensor(returns, dtype=torch.float64), rtol=1e-9, atol=1e-9)
-    assert grpo.has_gradient(r, ["stop", "stop", "length", "stop"], algo) == [True] * 4  # its values are wanted
+    assert grpo.has_gradient(r, ["stop", "stop", "length", "stop"], algo) == [True] * 4  # all values are needed
     tokens.values = None
     with pytest.raises(AttributeError):
         grpo.compute_advantages(r, r, tokens, torch.tensor(counted), algo, 0.0)
@@ -523,7 +528,7 @@ def test_a_critics_advantages_are_gaes_over_the_ragged_responses(turns, kl_coef)
 # KL, values, penalties ------------------------------------------------------------------------------------------------
 
 
-def test_kl_estimators_equal_their_formulas_and_are_unbiased_where_they_should_be():
+def test_kl_estimators_equal_their_formulas_and_k1_and_k3_are_unbiased():
     g = torch.Generator().manual_seed(0)
     p, q = (torch.randn(5, generator=g, dtype=torch.float64).log_softmax(0) for _ in range(2))
     exact = (p.exp() * (p - q)).sum()
@@ -532,7 +537,7 @@ def test_kl_estimators_equal_their_formulas_and_are_unbiased_where_they_should_b
             assert got == pytest.approx(slow_kl(a, b, kind), abs=1e-14)
         mean = (p.exp() * kl(p, q, kind)).sum()  # over the policy's own samples
         assert abs(mean - exact) < 1e-12 if kind in ("k1", "k3") else abs(mean - exact) > 1e-3
-    # As a loss on policy: k2's expected gradient is that of the KL itself, k1's is nothing
+    # As a loss on policy, k2 has the expected gradient of the KL itself, and k1 has none
     logits = p.clone().requires_grad_()
     logp = logits.log_softmax(0)
     true = torch.autograd.grad((logp.exp() * (logp - q)).sum(), logits, retain_graph=True)[0]
@@ -541,15 +546,15 @@ def test_kl_estimators_equal_their_formulas_and_are_unbiased_where_they_should_b
         torch.testing.assert_close(got, expected.double(), rtol=1e-9, atol=1e-12)
 
 
-def test_adaptive_kl_coefficient():
+def test_the_adaptive_kl_coefficient_follows_its_formula():
     assert adapt_kl_coef(0.1, 6.0, 6.0, 256, 10000) == 0.1
     assert adapt_kl_coef(0.1, 6.6, 6.0, 100, 1000) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
     assert adapt_kl_coef(0.1, 60.0, 6.0, 100, 1000) == pytest.approx(0.1 * (1 + 0.2 * 0.1))  # bounded
     assert adapt_kl_coef(0.1, 0.0, 6.0, 100, 1000) == pytest.approx(0.1 * (1 - 0.2 * 0.1))
 
 
-def test_rounding_clips_no_value():
-    """old + (value - old) need not be value in fp32."""
+def test_rounding_errors_do_not_count_as_clipping():
+    """In fp32, old + (value - old) may differ from value."""
     old = torch.linspace(-3, 3, 1000)
     value = old + 0.15 * torch.sin(37 * old)
     assert value_loss(value, old, value + 1e-6, 0.2)[1].sum() == 0
@@ -576,7 +581,7 @@ def test_value_loss_and_gradient_equal_the_definition(clip):
     assert clipped.sum() == 0 if clip is None else 5 < clipped.sum() < 75
 
 
-def test_overlong_penalty():
+def test_the_overlong_penalty_equals_its_formula():
     for n in range(1, 30):  # the three cases as published, L_max 20 and L_cache 4
         assert overlong_penalty(n, 20) == (0 if n <= 16 else (16 - n) / 4 if n <= 20 else -1)
 
@@ -584,20 +589,24 @@ def test_overlong_penalty():
 # Presets --------------------------------------------------------------------------------------------------------------
 
 
-def algorithm(*flags):
+def parse_algorithm(*flags):
     return train.parse_args(["--model", "-", "--data", "-", "--out", "-", "--steps", "1", *flags]).algo
 
 
-def test_presets_resolve_and_what_is_given_wins():
-    assert set(grpo.PRESETS) == {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce++", "ppo"}
+def test_presets_resolve_and_flags_override_them():
+    core = {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce++", "ppo"}
+    assert core < set(grpo.PRESETS)
     for name, changes in grpo.PRESETS.items():
-        algo = algorithm("--algo", name)
+        algo = parse_algorithm("--algo", name)
+        if name == "opd":
+            algo = replace(algo, teacher="t")
+            changes = changes | {"teacher": "t"}
         assert vars(algo) == vars(Algorithm(algo=name, **changes)) and algo.effective_norm_std in grpo.NORM_STD
         algo.check()
     assert (
-        algorithm("--algo", "ppo").update_epochs == 4
-        and algorithm("--algo", "ppo", "--update-epochs", "2").update_epochs == 2
+        parse_algorithm("--algo", "ppo").update_epochs == 4
+        and parse_algorithm("--algo", "ppo", "--update-epochs", "2").update_epochs == 2
     )
-    assert algorithm("--algo", "dr_grpo").effective_norm_std == "none"
-    assert algorithm("--algo", "dr_grpo", "--adv", "grpo").effective_norm_std == "group"
-    assert algorithm("--algo", "reinforce++", "--kl-coef", "0").kl_coef == 0  # 0 is a setting, not "not given"
+    assert parse_algorithm("--algo", "dr_grpo").effective_norm_std == "none"
+    assert parse_algorithm("--algo", "dr_grpo", "--adv", "grpo").effective_norm_std == "group"
+    assert parse_algorithm("--algo", "reinforce++", "--kl-coef", "0").kl_coef == 0  # 0 is a setting, not "not given"

@@ -1,5 +1,7 @@
-"""In bfloat16, a GPU's default: on policy every ratio is 1, and gradients are those of fp32 columns.   pytest
-tests/test_bf16.py"""
+"""Tests of bfloat16, the default on GPUs: on policy every ratio is 1, and gradients equal those with fp32 columns.
+
+pytest tests/test_bf16.py
+"""
 
 import random
 from dataclasses import replace
@@ -35,8 +37,8 @@ LOSSES = [
 
 
 def make_rollouts(processor, picture):
-    """Two groups of four, with an image each; the engine's log-probabilities are near the toy's own, which are near
-    uniform."""
+    """Return two groups of four rollouts, with an image each. The engine's log-probabilities are near the toy model's
+    own, which are nearly uniform."""
     rng, rollouts = random.Random(0), []
     for p in range(2):
         image = processor.image_to_patches(f"p{p}", picture(112, 84, p))
@@ -72,7 +74,7 @@ def parse(*flags):
 
 
 def make_batch(rollouts, cfg, models, processor, ctx):
-    """One micro-batch, up to where the update begins."""
+    """Return a batch of one micro-batch that is ready for the update."""
     pool = GroupPool(cfg.algo, replace(cfg.rollout, prompts_per_step=2), 0, ctx)
     pool.add(rollouts, [{"reward": r.task_reward} for r in rollouts])
     packer = Packer(8192, processor.image_token_id, flop_costs=FlopCosts(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
@@ -85,19 +87,19 @@ def make_batch(rollouts, cfg, models, processor, ctx):
 
 @pytest.mark.parametrize("train_vision", ["none", "all"])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_on_policy_ratios_are_one_and_gradients_those_of_fp32_columns(family, train_vision, toys, loaded, picture, ctx):
+def test_on_policy_ratios_are_one_and_gradients_equal_fp32_columns(family, train_vision, toys, loaded, picture, ctx):
     processor = loaded[family][1]
     rollouts = make_rollouts(processor, picture)
     sharded = Policy(load_hf(str(toys[family])), processor, train_vision)
     apply_fsdp(sharded, ctx.device, torch.bfloat16)
-    # no FSDP: nothing casts its columns
+    # without FSDP, nothing casts the columns
     plain = Policy(load_hf(str(toys[family]), torch.bfloat16), processor, train_vision)
     optimizer = torch.optim.SGD([p for p in sharded.parameters() if p.requires_grad], lr=0.0)
     for name in LOSSES:
         cfg = parse("--update-epochs", "2", "--algo", *name.split())
-        if cfg.algo.needs_values:  # its loss, on advantages that need no critic
+        if cfg.algo.needs_values:  # the same loss, with advantages that need no critic
             cfg = replace(cfg, algo=replace(cfg.algo, adv="grpo", norm_std="group"))
-        if cfg.algo.loss == "reinforce":  # it is for one update a step, and has no ratio
+        if cfg.algo.loss == "reinforce":  # this loss allows one update per step, and has no ratio
             cfg = replace(cfg, algo=replace(cfg.algo, update_epochs=1))
         models = Models(sharded, optimizer, reference=sharded if cfg.algo.needs_reference else None)
         batch = make_batch(rollouts, cfg, models, processor, ctx)
@@ -124,7 +126,7 @@ def test_on_policy_ratios_are_one_and_gradients_those_of_fp32_columns(family, tr
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
-def test_what_the_loss_reads_is_fp32_and_a_towers_features_are_not_rounded(family, toys, loaded, picture, ctx):
+def test_the_loss_reads_fp32_and_vision_features_are_not_rounded(family, toys, loaded, picture, ctx):
     processor = loaded[family][1]
     policy = Policy(load_hf(str(toys[family])), processor, train_vision="all")
     apply_fsdp(policy, ctx.device, torch.bfloat16)
@@ -133,7 +135,7 @@ def test_what_the_loss_reads_is_fp32_and_a_towers_features_are_not_rounded(famil
     )
     [micro] = batch.minibatches[0]
     assert batch.tokens.old_logps.dtype == torch.float32
-    # most of these are no bfloat16 numbers
+    # bfloat16 cannot represent most of these
     batch.tokens.old_logps = torch.linspace(-6, -5, len(batch.tokens))
     read = {}
 
@@ -149,7 +151,7 @@ def test_what_the_loss_reads_is_fp32_and_a_towers_features_are_not_rounded(famil
     policy(micro, 1.0, loss, batch.tokens[micro.token_index_K])
     assert {name: column.dtype for name, column in read.items()} == dict.fromkeys(read, torch.float32)
     assert torch.equal(read["old_logps"], batch.tokens.old_logps[micro.token_index_K])
-    exact = load_hf(str(toys[family]), torch.bfloat16)  # the same tower without FSDP: the same roundings
+    exact = load_hf(str(toys[family]), torch.bfloat16)  # the same tower without FSDP rounds in the same way
     pixels = torch.cat([image.pixel_values() for image in micro.images])
     grids = torch.tensor([image.grid_thw for image in micro.images])
     assert torch.equal(hidden[0], exact.get_submodule("model.visual")(pixels, grids).last_hidden_state)

@@ -1,7 +1,7 @@
-"""Tests of tasks/caption.py: the measures against worked examples and COCO's own code, penalties, cheats, data, toy.
+"""Tests of tasks/caption.py: metrics compared with worked examples and COCO's code, penalties, cheats, data, toy.
 
-data/caption_reference.json holds what pycocoevalcap 1.2 (COCO's code: 104 MB, Java for what is not used here) gives for
-`random_captions()`. With it installed, `python tests/test_caption.py` writes the file again.
+data/caption_reference.json contains the results of pycocoevalcap 1.2 for `random_captions()`. (This is COCO's code, of
+104 MB; parts not used here need Java.) With it installed, `python tests/test_caption.py` writes the file again.
 """
 
 import csv
@@ -29,12 +29,13 @@ from tasks import caption
 from tasks.caption import Corpus, bleu4, caption_reward, rouge_l, split_words
 
 DATA = Path(__file__).parent / "data" / "caption_reference.json"
-MEASURES = ("cider", "bleu4", "rouge_l")
-PARTS = {*MEASURES, "keywords", "length", "repetition", "reward"}
+METRICS = ("cider", "bleu4", "rouge_l")
+PARTS = {*METRICS, "keywords", "length", "repetition", "reward"}
 
 
 def random_captions(n=100, seed=0):
-    """(caption, references), each of 1 to 5 references and 1 to 16 words; most captions are a reference, changed."""
+    """Yield n pairs (caption, references), with 1 to 5 references of 1 to 16 words. Most captions are a changed
+    reference."""
     rng = random.Random(seed)
     words = "a the man woman dog cat red blue small large standing sitting on in near with street table ball".split()
 
@@ -51,7 +52,7 @@ def random_captions(n=100, seed=0):
         yield " ".join(given), [" ".join(reference) for reference in references]
 
 
-def measured():
+def our_scores():
     rows = [(split_words(given), list(map(split_words, references))) for given, references in random_captions()]
     corpus = Corpus()
     for _, references in rows:
@@ -59,20 +60,20 @@ def measured():
     return [(corpus.cider(*row), bleu4(*row), rouge_l(*row)) for row in rows]
 
 
-# --- the measures -----------------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_hundred_random_captions_as_in_cocos_code():
-    wanted = json.loads(DATA.read_text())
-    found = measured()
-    assert len(found) == len(wanted) == 100
-    for i, measure in enumerate(MEASURES):
-        assert max(abs(mine[i] - theirs[i]) for mine, theirs in zip(found, wanted, strict=True)) < 1e-6, measure
-        assert len({round(theirs[i], 6) for theirs in wanted}) > 40  # and not all 0 or 1
+def test_a_hundred_random_captions_score_as_in_cocos_code():
+    expected = json.loads(DATA.read_text())
+    actual = our_scores()
+    assert len(actual) == len(expected) == 100
+    for i, metric in enumerate(METRICS):
+        assert max(abs(ours[i] - theirs[i]) for ours, theirs in zip(actual, expected, strict=True)) < 1e-6, metric
+        assert len({round(theirs[i], 6) for theirs in expected}) > 40  # the scores are not all 0 or 1
 
 
 def test_bleu_of_nltks_worked_example():
-    """nltk.translate.bleu_score.sentence_bleu's docstring: 0.5045..., after Papineni et al. 2002, example 1."""
+    """nltk.translate.bleu_score.sentence_bleu's docstring has 0.5045... for example 1 of Papineni et al. 2002."""
     references = [
         "It is a guide to action that ensures that the military will forever heed Party commands",
         "It is the guiding principle which guarantees the military forces always being under the command of the Party",
@@ -84,13 +85,13 @@ def test_bleu_of_nltks_worked_example():
 
 
 def test_rouge_l_of_lins_worked_example():
-    """Lin 2004, section 3.1: police killed the gunman; 3/4 and 2/4, which of equal length no beta changes."""
+    """Lin 2004, section 3.1, "police killed the gunman": 3/4 and 2/4, whatever beta is, because lengths are equal."""
     reference = [split_words("police killed the gunman")]
     assert rouge_l(split_words("police kill the gunman"), reference) == pytest.approx(3 / 4)
     assert rouge_l(split_words("the gunman kill police"), reference) == pytest.approx(2 / 4)
 
 
-def test_longest_common_subsequence_as_in_the_textbook():
+def test_longest_common_subsequence_equals_the_textbooks():
     assert caption.common_subsequence(tuple("ABCBDAB"), tuple("BDCABA")) == 4  # Cormen et al., figure 15.8
     rng = random.Random(0)
     for _ in range(300):
@@ -103,21 +104,21 @@ def test_longest_common_subsequence_as_in_the_textbook():
 
 
 def test_cider_by_hand():
-    """Two documents without a word in common: each n-gram weighs log 2, and an equal text is worth 10."""
+    """With two documents without a common word, each n-gram has weight log 2, and an equal text scores 10."""
     corpus = Corpus()
-    one, two = split_words("a red ball rolls"), split_words("the dog sleeps outside today")
-    corpus.add([one])
-    corpus.add([two])
+    ball, dog = split_words("a red ball rolls"), split_words("the dog sleeps outside today")
+    corpus.add([ball])
+    corpus.add([dog])
     assert corpus.size == 2
-    assert corpus.cider(one, [one]) == pytest.approx(10) and corpus.cider(one, [two]) == 0
-    # 3 of 4 words, 2 of 3 pairs, 1 of 2 triples, nothing of four: cosines 3/4, 2/3, 1/2, 0
-    assert corpus.cider(split_words("a red ball flies"), [one]) == pytest.approx(10 * (3 / 4 + 2 / 3 + 1 / 2) / 4)
+    assert corpus.cider(ball, [ball]) == pytest.approx(10) and corpus.cider(ball, [dog]) == 0
+    # equal: 3 of 4 words, 2 of 3 pairs, 1 of 2 triples, no 4-gram; cosines: 3/4, 2/3, 1/2, 0
+    assert corpus.cider(split_words("a red ball flies"), [ball]) == pytest.approx(10 * (3 / 4 + 2 / 3 + 1 / 2) / 4)
     longer = 10 / 4 * (4 / math.sqrt(20) + 3 / math.sqrt(12) + 2 / math.sqrt(6) + 1 / math.sqrt(2))
-    assert corpus.cider(split_words("a red ball rolls away"), [one]) == pytest.approx(longer * math.exp(-1 / 72))
-    assert corpus.cider((), [one]) == 0 and Corpus().cider(one, [one]) == 0  # one document tells nothing rare
+    assert corpus.cider(split_words("a red ball rolls away"), [ball]) == pytest.approx(longer * math.exp(-1 / 72))
+    assert corpus.cider((), [ball]) == 0 and Corpus().cider(ball, [ball]) == 0  # log(size) is 0
 
 
-def test_words():
+def test_split_words():
     text = "A  man's black-and-white “Café”, No. 5!\n"
     assert split_words(text) == ("a", "man", "s", "black-and-white", "café", "no", "5")
     assert split_words("ＲＥＤ ball") == ("red", "ball") and split_words("?!_ ") == ()
@@ -126,38 +127,38 @@ def test_words():
 # --- keywords and penalties -------------------------------------------------------------------------------------------
 
 
-def parts(given, *references, keywords=()):
+def score_parts(given, *references, keywords=()):
     truth = json.dumps({"references": references or ["a red ball on the green grass"], "keywords": list(keywords)})
     return caption_reward(given, truth)
 
 
 def test_keywords():
     assert caption.parse_caption_truth("A red ball on the grass.").keywords == [("ball",), ("grass",), ("red",)]
-    truth = '["a red ball", "the red ball on grass", "a toy"]'  # those of half of them
+    truth = '["a red ball", "the red ball on grass", "a toy"]'  # words of at least half of the references
     assert caption.parse_caption_truth(truth).keywords == [("ball",), ("red",)]
     for given, share in [("ball", 1 / 3), ("a Red, ball!", 2 / 3), ("redball", 0), ("grass red ball", 1), ("", 0)]:
-        assert parts(given, "a red ball on the grass")["keywords"] == pytest.approx(share)
-    assert parts("a traffic light", keywords=["traffic light", "car"])["keywords"] == 0.5
-    assert parts("a light for traffic", keywords=["traffic light"])["keywords"] == 0
+        assert score_parts(given, "a red ball on the grass")["keywords"] == pytest.approx(share)
+    assert score_parts("a traffic light", keywords=["traffic light", "car"])["keywords"] == 0.5
+    assert score_parts("a light for traffic", keywords=["traffic light"])["keywords"] == 0
 
 
 def test_length_penalty():
     ten = "one two three four five six seven eight nine ten"
     for n, penalty in [(10, 0), (15, 0), (7, 0), (18, 0.2), (30, 1), (60, 1), (5, 0.25), (1, 0.85), (0, 1)]:
         given = " ".join(f"w{i}" for i in range(n))
-        assert parts(given, ten)["length"] == pytest.approx(penalty)
-    assert parts("w " * 5, ten, "one two three")["length"] == 0  # between the shortest and the longest
+        assert score_parts(given, ten)["length"] == pytest.approx(penalty)
+    assert score_parts("w " * 5, ten, "one two three")["length"] == 0  # between the shortest and the longest reference
 
 
 def test_repetition_penalty():
-    assert parts("a b c d e f")["repetition"] == 0
-    assert parts("a b a b a b")["repetition"] == pytest.approx(1 - 2 / 5)
-    assert parts("ball ball ball ball")["repetition"] == pytest.approx(1 - 1 / 3)
-    assert parts("a b a b", "x y x y x")["repetition"] == 0  # its own references repeat as much
+    assert score_parts("a b c d e f")["repetition"] == 0
+    assert score_parts("a b a b a b")["repetition"] == pytest.approx(1 - 2 / 5)
+    assert score_parts("ball ball ball ball")["repetition"] == pytest.approx(1 - 1 / 3)
+    assert score_parts("a b a b", "x y x y x")["repetition"] == 0  # its references repeat as much
 
 
 def with_counts(references, corpus):
-    """A truth with the document counts of a corpus, as prepare_data.py writes it."""
+    """Return a ground truth with the document counts of a corpus, as prepare_data.py writes it."""
     counts = {"documents": corpus.size, "frequency": corpus.document_frequencies(list(map(split_words, references)))}
     return json.dumps({"references": references} | counts)
 
@@ -167,16 +168,16 @@ def test_the_total_is_the_weighted_sum():
     for _, references in random_captions():
         corpus.add(list(map(split_words, references)))
     for given, references in random_captions():
-        found = caption_reward(given, with_counts(references, corpus))
-        assert set(found) == PARTS
-        total = sum(weight * found[part] for part, weight in caption.METRIC_WEIGHTS.items())
-        assert found["reward"] == pytest.approx(total)
+        score = caption_reward(given, with_counts(references, corpus))
+        assert set(score) == PARTS
+        total = sum(weight * score[part] for part, weight in caption.METRIC_WEIGHTS.items())
+        assert score["reward"] == pytest.approx(total)
 
 
 # --- cheats -----------------------------------------------------------------------------------------------------------
 
 REFERENCES = ["two red circles", "there are two red circles", "a drawing of two red circles"]
-WORSE = [  # than any honest sentence of the same kind that has one thing wrong
+CHEATS = [  # each must earn less than an honest sentence with one mistake
     "", " ", ".", "circles", "red", "two red circles " * 10, "two red circles " * 999, "two two two red red",
     "two red circles there are two red circles a drawing of two red circles",
     "two red circles, three red circles, two blue circles, four green stars, one yellow square, two red squares",
@@ -200,14 +201,14 @@ def test_cheats_earn_less_than_an_honest_mistake():
         return caption_reward(given, truth)["reward"]
 
     honest = [total(text) for text in ("three red circles", "two blue circles", "two red squares")]
-    assert all(total(text) < min(honest) for text in WORSE), [t for t in WORSE if total(t) >= min(honest)]
+    assert all(total(text) < min(honest) for text in CHEATS), [t for t in CHEATS if total(t) >= min(honest)]
     for right in [*REFERENCES, "Two red circles.", "<think>Two? Yes.</think> there are two red circles"]:
         assert total(right) > max(honest) + 0.15
     assert total("red circles two") < total("two red circles") - 0.15
     assert total("") == pytest.approx(-0.5)
 
 
-# --- truths, and any text ---------------------------------------------------------------------------------------------
+# --- ground truths, arbitrary texts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -220,8 +221,8 @@ def test_a_truth_without_a_caption_is_refused(truth):
         check_tasks([SimpleNamespace(data_source="caption", ground_truth=truth, extra={}, uid="row-7")])
 
 
-def test_the_registered_reward_needs_its_row_alone():
-    """In any process, in any order, and whatever else was loaded: each row has the counts of its own n-grams."""
+def test_the_registered_reward_depends_only_on_its_row():
+    """Scores depend neither on the process nor on other rows or their order: each row has the counts of its n-grams."""
     corpus, truths = Corpus(), [json.dumps({"references": references}) for _, references in random_captions()]
     for truth in truths:
         corpus.add(caption.parse_caption_truth(truth).references)
@@ -244,42 +245,42 @@ def test_the_registered_reward_needs_its_row_alone():
         == [pickle.loads(pickle.dumps(grade))(t, r) for t, r in zip(given, rows, strict=True)]
     )
     gaps = []
-    for found, text, row, wanted in zip(scored, given, rows, json.loads(DATA.read_text()), strict=True):
-        assert [found["bleu4"], found["rouge_l"]] == pytest.approx(wanted[1:], abs=1e-6)
+    for score, text, row, expected in zip(scored, given, rows, json.loads(DATA.read_text()), strict=True):
+        assert [score["bleu4"], score["rouge_l"]] == pytest.approx(expected[1:], abs=1e-6)
         words, references = split_words(text), caption.parse_caption_truth(row.ground_truth).references
         own = all(gram in {g for r in references for g in caption.ngrams(r, n)} or corpus.frequency[gram] < 2
                   for n in range(1, 5) for gram in caption.ngrams(words, n))  # fmt: skip
-        gaps.append(wanted[0] - found["cider"])
-        assert not own or found["cider"] == pytest.approx(wanted[0], abs=1e-6)  # then it is COCO's
-    assert min(gaps) > -1e-6 and sum(gaps) / len(gaps) < 0.5  # of 10; never more than COCO's
+        gaps.append(expected[0] - score["cider"])
+        assert not own or score["cider"] == pytest.approx(expected[0], abs=1e-6)  # then it equals COCO's
+    assert min(gaps) > -1e-6 and sum(gaps) / len(gaps) < 0.5  # on a scale of 10; never above COCO's
     perfect = score_batch([json.loads(row.ground_truth)["references"][0] for row in rows], rows)
-    for row, found in zip(rows, perfect, strict=True):
+    for row, score in zip(rows, perfect, strict=True):
         words, references = (
             split_words(json.loads(row.ground_truth)["references"][0]),
             caption.parse_caption_truth(row.ground_truth),
         )
-        assert found["cider"] == pytest.approx(corpus.cider(words, references.references), abs=1e-6)
+        assert score["cider"] == pytest.approx(corpus.cider(words, references.references), abs=1e-6)
 
 
 def test_odd_captions():
     plain = {"cider": 0.0, "bleu4": 0.0, "rouge_l": 0.0}
     for response in ("", " ", "...", "a " * 4000, "<think>a dog"):
-        found = caption_reward(response, '["a dog"]')
-        assert found["reward"] < 0 and found.items() >= plain.items() or response.startswith("a ")
+        score = caption_reward(response, '["a dog"]')
+        assert score["reward"] < 0 and score.items() >= plain.items() or response.startswith("a ")
     one_word = caption_reward("dog", '["dog"]')
     assert one_word["rouge_l"] == pytest.approx(1) and one_word["cider"] == pytest.approx(
         2.5
-    )  # no longer n-grams: 1 of 4
+    )  # 1 of 4: it has no longer n-grams
     once, twice = (caption_reward("a red dog", json.dumps(["a red dog runs"] * n)) for n in (1, 2))
-    assert once == pytest.approx(twice)  # repeated references change nothing
+    assert once == pytest.approx(twice)  # repeating a reference changes nothing
     assert caption_reward("a red dog runs", '["a red dog runs"]')["cider"] == pytest.approx(10)
 
 
-@pytest.mark.parametrize("more", [{"documents": 0}, {"documents": "3"}, {"documents": 3, "frequency": [1]},
+@pytest.mark.parametrize("counts", [{"documents": 0}, {"documents": "3"}, {"documents": 3, "frequency": [1]},
                                   {"documents": 3, "frequency": {"a": "b"}}, {"documents": None}])  # fmt: skip
-def test_counts_that_are_none_are_refused(more):
+def test_invalid_document_counts_are_refused(counts):
     with pytest.raises(UserError, match="invalid document counts; write the file again"):
-        caption_reward("a", json.dumps({"references": ["a"]} | more))
+        caption_reward("a", json.dumps({"references": ["a"]} | counts))
 
 
 def test_ten_thousand_texts():
@@ -290,9 +291,9 @@ def test_ten_thousand_texts():
     truth = with_counts(REFERENCES, corpus_of_shapes())
     start = time.thread_time()
     for text in texts:
-        found = caption_reward(text, truth)
-        assert set(found) == PARTS and all(math.isfinite(value) for value in found.values())
-        assert -1 <= found["reward"] <= 1
+        score = caption_reward(text, truth)
+        assert set(score) == PARTS and all(math.isfinite(value) for value in score.values())
+        assert -1 <= score["reward"] <= 1
     assert (time.thread_time() - start) / len(texts) < 0.001
 
 
@@ -307,8 +308,8 @@ def test_long_texts_are_quick(piece):
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def made(folder, *files, **more):
-    make_file("caption", ToyConfig(input=tuple(map(str, files)), out=str(folder / "out.parquet"), **more))
+def prepare(folder, *files, **options):
+    make_file("caption", ToyConfig(input=tuple(map(str, files)), out=str(folder / "out.parquet"), **options))
     return read_examples(folder / "out.parquet", ConvertConfig(out=""))[0]
 
 
@@ -327,13 +328,13 @@ def test_rows_of_csv_jsonl_and_parquet(tmp_path, image):
     cell = {"bytes": image.read_bytes(), "path": "a.png"}
     row = {"image": cell, "text": "a drawing of a blue Pokemon", "keywords": [date(2020, 1, 1)]}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "three.parquet")
-    one, two, three = made(tmp_path, tmp_path / "one.csv", tmp_path / "two.jsonl", tmp_path / "three.parquet")
+    one, two, three = prepare(tmp_path, tmp_path / "one.csv", tmp_path / "two.jsonl", tmp_path / "three.parquet")
     counts = {
         "documents": 3,
         "frequency": {"a": 3, "a blue": 3, "a blue field": 2, "blue": 3, "blue field": 2, "field": 2},
     }
-    kept = {"references": ["a blue field", "all blue"], "keywords": ["blue", "field"]}
-    assert json.loads(one.ground_truth) == kept | counts
+    truth_of_csv = {"references": ["a blue field", "all blue"], "keywords": ["blue", "field"]}
+    assert json.loads(one.ground_truth) == truth_of_csv | counts
     assert one.extra["id"] == "7"
     assert json.loads(two.ground_truth) == {"references": ["A blue field."], "keywords": []} | counts
     truth = {"references": ["a drawing of a blue Pokemon"], "keywords": ["2020-01-01"]}
@@ -346,7 +347,7 @@ def test_rows_of_csv_jsonl_and_parquet(tmp_path, image):
 
 def test_rows_that_are_wrong_say_why(tmp_path, image):
     good = {"image": "a.png", "caption": "a blue field"}
-    for change, told in [
+    for change, message in [
         ({"caption": "..."}, "looked for columns references.* with a word in it"),
         ({"caption": ""}, "with a word in it"),
         ({"caption": [1]}, "nor JSON with a list"),
@@ -354,10 +355,10 @@ def test_rows_that_are_wrong_say_why(tmp_path, image):
         ({"image": ""}, "no image: looked for columns images, image"),
     ]:
         (tmp_path / "bad.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(good | change) + "\n")
-        with pytest.raises(UserError, match=f"bad.jsonl line 2: .*{told}"):
-            made(tmp_path, tmp_path / "bad.jsonl")
+        with pytest.raises(UserError, match=f"bad.jsonl line 2: .*{message}"):
+            prepare(tmp_path, tmp_path / "bad.jsonl")
     with pytest.raises(UserError, match="--input: give CSV"):
-        made(tmp_path)
+        prepare(tmp_path)
 
 
 def test_toy_is_deterministic_and_its_splits_share_no_image(tmp_path):
@@ -367,7 +368,7 @@ def test_toy_is_deterministic_and_its_splits_share_no_image(tmp_path):
     assert len({row["images"][0]["bytes"] for row in train + test + other}) == 400
     with Image.open(io.BytesIO(train[0]["images"][0]["bytes"])) as picture:
         assert picture.size == (84, 84)
-    assert len({row["reward_model"]["ground_truth"] for row in train}) > 55  # of 64 captions
+    assert len({row["reward_model"]["ground_truth"] for row in train}) > 55  # of 64 possible captions
     make_file("caption", ToyConfig(toy=True, n=12, split="test", out=str(tmp_path / "toy.parquet")))
     examples, bad = read_examples(tmp_path / "toy.parquet", ConvertConfig(out=""))
     assert len(examples) == 12 and not bad and check_tasks(examples) == {"caption": 12}

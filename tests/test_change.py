@@ -1,4 +1,4 @@
-"""README's "To change": each edit, made in a copy of the repository, is what trains. pytest tests/test_change.py"""
+"""Each edit of docs/changing.md takes effect in a copy of the repository.   pytest tests/test_change.py"""
 
 import json
 import os
@@ -22,7 +22,7 @@ KERNELS = ["torch", pytest.param("triton", marks=pytest.mark.slow)]
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the repository, to edit."""
+    """Return a copy of the repository to edit."""
     folder = tmp_path / "copy"
     ignored = shutil.ignore_patterns(".*", "__pycache__", "tests", "benchmarks", "docs", "demo", "out", "runs")
     shutil.copytree(ROOT, folder, ignore=ignored)
@@ -38,34 +38,34 @@ def data(tmp_path_factory):
     return folder
 
 
-def block(begins):
-    """The code block of README that has this line."""
-    blocks = [part.split("```")[0] for part in (ROOT / "README.md").read_text().split("```python\n")[1:]]
-    [found] = [part for part in blocks if begins in part]
-    return found
+def page_block(text):
+    """Return the code block of docs/changing.md that contains this text."""
+    blocks = [part.split("```")[0] for part in (ROOT / "docs/changing.md").read_text().split("```python\n")[1:]]
+    [match] = [part for part in blocks if text in part]
+    return match
 
 
-def edit(file, old, new):
+def replace_once(file, old, new):
     source = file.read_text()
     assert source.count(old) == 1, old
     file.write_text(source.replace(old, new))
 
 
 def insert(file, before, text):
-    """`text` into a file, in front of a line that is there once."""
+    """Insert `text` into a file before a text that occurs once."""
     source = file.read_text()
     assert source.count(before) == 1, before
     file.write_text(source.replace(before, text + before))
 
 
-def train(copy, model, data, *more, kernel="torch", fails=False):
-    """The one step's metrics; or, of a run that fails, what it says."""
+def train(copy, model, data, *options, kernel="torch", fails=False):
+    """Train one step. Return its metrics, or the error output if the run should fail."""
     out = copy / "out"
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "train.py", "--model", model, "--data", data / "train.parquet", "--out", out]
     command += ["--steps", 1, "--prompts-per-step", 4, "--group-size", 3, "--max-new-tokens", 4]
     command += ["--micro-tokens", 120, "--lr", "1e-3"]
-    command += ["--reward", f"{data / 'reward.py'}:score", "--no-self-test", "--kernel", kernel, *more]
+    command += ["--reward", f"{data / 'reward.py'}:score", "--no-self-test", "--kernel", kernel, *options]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = run_command(command, copy, env)
     if fails:
@@ -77,7 +77,7 @@ def train(copy, model, data, *more, kernel="torch", fails=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_new_advantage_and_a_new_loss_are_one_registration_each(kernel, copy, toys, data):
+def test_a_new_advantage_and_a_new_loss_each_take_one_registration(kernel, copy, toys, data):
     insert(
         copy / "grpo.py",
         "def gae(\n",
@@ -101,13 +101,13 @@ def doubled(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     )
     toy = toys["qwen2_5_vl"]
     plain = train(copy, toy, data, "--adv", "dr_grpo", kernel=kernel)["policy/grad_norm"]
-    more = ["--adv", "tripled", "--loss", "doubled"]
-    assert train(copy, toy, data, *more, kernel=kernel)["policy/grad_norm"] == pytest.approx(6 * plain, rel=1e-4)
+    options = ["--adv", "tripled", "--loss", "doubled"]
+    assert train(copy, toy, data, *options, kernel=kernel)["policy/grad_norm"] == pytest.approx(6 * plain, rel=1e-4)
     assert plain > 1e-3
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_an_edit_of_a_loss_is_what_trains(kernel, copy, toys, data):
+def test_an_edited_loss_takes_effect(kernel, copy, toys, data):
     toy = toys["qwen2_5_vl"]
     before = train(copy, toy, data, kernel=kernel)["policy/grad_norm"]
     file = copy / "grpo.py"
@@ -122,39 +122,50 @@ def test_an_edit_of_a_loss_is_what_trains(kernel, copy, toys, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_readmes_advantage_and_loss(kernel, copy, toys, data):
+def test_the_pages_advantage_and_loss(kernel, copy, toys, data):
     with open(copy / "grpo.py", "a") as file:
-        file.write("\n\n" + block('@register_advantage("median"'))
+        file.write("\n\n" + page_block('@register_advantage("median"'))
     toy = toys["qwen2_5_vl"]
     plain, median, both = (
-        train(copy, toy, data, *more, kernel=kernel)["policy/grad_norm"]
-        for more in (["--adv", "dr_grpo"], ["--adv", "median"], ["--adv", "median", "--loss", "quadratic"])
+        train(copy, toy, data, *options, kernel=kernel)["policy/grad_norm"]
+        for options in (["--adv", "dr_grpo"], ["--adv", "median"], ["--adv", "median", "--loss", "quadratic"])
     )
     # on policy the quadratic loss has the gradient of the clipped one
     assert abs(median - plain) > 1e-3 * plain and both == pytest.approx(median, rel=1e-4)
 
 
 @pytest.mark.slow
-def test_readmes_reward(copy, toys, data):
-    (copy / "my.py").write_text(block("def score(response, example):"))
+def test_the_pages_method(copy, toys, data):
+    (copy / "algorithms/calm.py").write_text(page_block("class Settings:"))
+    toy = toys["qwen2_5_vl"]
+    plain, calm, strong = (train(copy, toy, data, *options)["policy/grad_norm"] for options in (
+        ["--update-epochs", 2], ["--algo", "calm"], ["--update-epochs", 2, "--algo-args", "calm_coef=1000"]))
+    assert abs(calm - plain) > 1e-6 * plain and strong > 2 * plain
+
+
+@pytest.mark.slow
+def test_the_pages_reward(copy, toys, data):
+    (copy / "my.py").write_text(page_block("def score(response, example):"))
     row = train_on(copy, toys["qwen2_5_vl"], data / "train.parquet", "--reward", "my.py:score")
     assert row["reward/short"] == 1 and row["reward/mean"] == pytest.approx(0.1 + 0.9 * row["reward/accuracy"])
 
 
-def test_readmes_task_is_a_file_with_its_data_and_its_reward(copy, toys):
-    (copy / "tasks" / "dark.py").write_text(block("def toy(n, split, seed)"))
-    made = [sys.executable, "prepare_data.py", "dark", "--toy", "--n", "8", "--out", "dark.parquet"]
-    done = subprocess.run(made, cwd=copy, capture_output=True, text=True)
+def test_the_pages_task_is_a_file_with_its_data_and_its_reward(copy, toys):
+    (copy / "tasks" / "dark.py").write_text(page_block("def toy(n, split, seed)"))
+    command = [sys.executable, "prepare_data.py", "dark", "--toy", "--n", "8", "--out", "dark.parquet"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0 and "wrote 8 rows" in done.stdout, done.stderr
     row = train_on(copy, toys["qwen2_5_vl"], copy / "dark.parquet")
-    assert row["reward/mean"] == 0 and row["reward/zero_std_frac"] == 1  # a random toy never says yes
+    assert row["reward/mean"] == 0 and row["reward/zero_std_frac"] == 1  # a toy with random weights never answers yes
 
 
 @pytest.mark.slow
-def test_readmes_frozen_embeddings(copy, toys, data):
+def test_the_pages_frozen_embeddings(copy, toys, data):
     source = (copy / "model.py").read_text()
     end = source.index("\n\n\n", source.index("def set_trainable("))
-    (copy / "model.py").write_text(source[:end] + "\n" + block("hf.get_input_embeddings()").rstrip("\n") + source[end:])
+    (copy / "model.py").write_text(
+        source[:end] + "\n" + page_block("hf.get_input_embeddings()").rstrip("\n") + source[end:]
+    )
     before, after = (trained_parameters(folder, toys["qwen2_5_vl"], data) for folder in (ROOT, copy))
     assert before - after == 448 * 64  # the toy's vocabulary and width
 
@@ -172,16 +183,16 @@ def trained_parameters(folder, toy, data):
 
 
 @pytest.mark.slow
-def test_readmes_engine(copy, toys, data):
+def test_the_pages_engine(copy, toys, data):
     (copy / "engines" / "mine.py").write_text("from engines.hf import HFEngine as MyEngine  # noqa: F401\n")
-    edit(copy / "rollout.py", 'ENGINES = ("auto",', 'ENGINES = ("mine", "auto",')
+    replace_once(copy / "rollout.py", 'ENGINES = ("auto",', 'ENGINES = ("mine", "auto",')
     source = (copy / ENGINES).read_text()
-    at = source.index('    if choice == "hf":', source.index("def make_engine("))
-    (copy / ENGINES).write_text(source[:at] + block('if choice == "mine":') + source[at:])
+    start = source.index('    if choice == "hf":', source.index("def make_engine("))
+    (copy / ENGINES).write_text(source[:start] + page_block('if choice == "mine":') + source[start:])
     train(copy, toys["qwen2_5_vl"], data, "--rollout", "mine")
 
 
-def train_on(copy, model, file, *more):
+def train_on(copy, model, file, *options):
     out = copy / "out"
     command = [
         sys.executable,
@@ -196,7 +207,7 @@ def train_on(copy, model, file, *more):
         1,
         "--no-self-test",
     ]
-    command += ["--prompts-per-step", 4, "--group-size", 3, "--max-new-tokens", 4, "--micro-tokens", 120, *more]
+    command += ["--prompts-per-step", 4, "--group-size", 3, "--max-new-tokens", 4, "--micro-tokens", 120, *options]
     done = run_command(command, copy)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
@@ -208,8 +219,8 @@ def test_a_family_is_a_row_of_the_table(copy, toys, data):
     row = '    "qwen2_5_vl": Family(),\n'
     assert source.count(row) == 1
     file.write_text(source.replace(row, ""))
-    said = train(copy, toys["qwen2_5_vl"], data, fails=True)
-    assert "is of type 'qwen2_5_vl'; supported: qwen2_vl, qwen3_vl" in said and "Traceback" not in said
+    stderr = train(copy, toys["qwen2_5_vl"], data, fails=True)
+    assert "is of type 'qwen2_5_vl'; supported: qwen2_vl, qwen3_vl" in stderr and "Traceback" not in stderr
     file.write_text(source)
     assert train(copy, toys["qwen2_5_vl"], data)["policy/grad_norm"] > 1e-3
 
@@ -225,8 +236,8 @@ def test_a_family_is_a_row_of_the_table(copy, toys, data):
         ("--rollout", "vllm"),
     ],
 )
-def test_an_unknown_name_is_an_error_that_lists_the_known(flag, known, capsys):
+def test_the_error_for_an_unknown_name_lists_the_known_ones(flag, known, capsys):
     with pytest.raises(SystemExit):
         parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", flag, "nonsense"])
-    said = capsys.readouterr().err
-    assert "nonsense" in said and known in said and len(said.splitlines()) == 1
+    stderr = capsys.readouterr().err
+    assert "nonsense" in stderr and known in stderr and len(stderr.splitlines()) == 1

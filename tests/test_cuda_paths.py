@@ -1,7 +1,7 @@
-"""The code for CUDA, on a GPU that does not exist (tests/null_gpu).   make test-cuda-paths
+"""Tests of the CUDA code on a GPU that does not exist (tests/null_gpu).   make test-cuda-paths
 
 Needs torch's build for CUDA, gcc and nm. This process has no GPU; every test starts children that have a null GPU. Its
-kernels do nothing; values are computed on the CPU (null_gpu/values.py), for large tensors only where no limit is set.
+kernels do nothing; the CPU computes the values (null_gpu/values.py), except those of large tensors if a limit is set.
 """
 
 import json
@@ -31,7 +31,7 @@ MORE_RUNS = {
     "checkpointed MoE": "--attn flex --gradient-checkpointing --family qwen3_vl_moe",
     "offloaded reference": "--attn flex --algo ppo --algo-args critic=separate --kl-coef 0.1 --offload reference",
 }
-# The runs that CI makes: flex and flash attention, fp32 and bf16, and a separate critic
+# the runs in CI: flex and flash attention, fp32 and bf16, and a separate critic
 QUICK = ("float32", "flash, triton", "PPO, separate critic")
 
 
@@ -41,8 +41,8 @@ def null_gpu() -> dict[str, str]:
     if torch.version.cuda is None:
         pytest.skip("this is a CPU build of torch; run make test-cuda-paths, which installs the build for CUDA")
     assert environment()["LD_PRELOAD"], "the null GPU is not built; run python tests/null_gpu/build.py"
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_") and k != "TRITON_INTERPRET"}
-    return kept | environment() | {"PYTHONPATH": str(ROOT / "tests/null_gpu/site")}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_") and k != "TRITON_INTERPRET"}
+    return inherited | environment() | {"PYTHONPATH": str(ROOT / "tests/null_gpu/site")}
 
 
 @pytest.fixture(scope="session")
@@ -73,26 +73,26 @@ RUNS = gpu.RUNS | MORE_RUNS
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in RUNS])
-def test_it_trains_as_on_a_cpu(null_gpu, folder, tmp_path, name):
+def test_training_is_as_on_a_cpu(null_gpu, folder, tmp_path, name):
     """In fp32 the first step has the same samples on GPU and CPU; in bf16 rounding changes a few."""
     rows = train(null_gpu, folder, tmp_path / "gpu", RUNS[name])
     assert len(rows) == 3 and all(0 < row["policy/grad_norm"] < 100 for row in rows)
     assert all(row["mismatch/max_abs_logprob_diff"] < 0.1 for row in rows)
-    on_cpu = re.sub(r"flex|flash", "sdpa", RUNS[name]).replace("triton", "torch")
-    on_cpu = re.sub(r"--offload \w+", "", on_cpu)
-    [first, *_] = train(os.environ | {"CUDA_VISIBLE_DEVICES": ""}, folder, tmp_path / "cpu", on_cpu)
-    tolerance = 1e-3 if "float32" in on_cpu else 0.15
+    cpu_flags = re.sub(r"flex|flash", "sdpa", RUNS[name]).replace("triton", "torch")
+    cpu_flags = re.sub(r"--offload \w+", "", cpu_flags)
+    [cpu_row, *_] = train(os.environ | {"CUDA_VISIBLE_DEVICES": ""}, folder, tmp_path / "cpu", cpu_flags)
+    tolerance = 1e-3 if "float32" in cpu_flags else 0.15
     for metric in ("policy/grad_norm", "policy/entropy", "response/tokens", "reward/mean"):
-        assert rows[0][metric] == pytest.approx(first[metric], rel=tolerance), metric
+        assert rows[0][metric] == pytest.approx(cpu_row[metric], rel=tolerance), metric
 
 
 @pytest.mark.slow
 def test_evaluation_and_merging(null_gpu, folder, tmp_path):
-    """A run with adapters is evaluated against a baseline, then merged."""
+    """A run with LoRA adapters is evaluated against a baseline, then merged."""
     train(null_gpu, folder, tmp_path / "run", RUNS["LoRA with KL"])
     toy, reward = folder / "qwen2_5_vl", f"{folder / 'reward.py'}:score"
-    asked = ["--data", folder / "train.parquet", "--limit", 4, "--rollout", "hf", "--reward", reward]
-    run(null_gpu, ROOT / "eval.py", tmp_path / "run", *asked, "--out", tmp_path / "eval", "--baseline", toy)
+    flags = ["--data", folder / "train.parquet", "--limit", 4, "--rollout", "hf", "--reward", reward]
+    run(null_gpu, ROOT / "eval.py", tmp_path / "run", *flags, "--out", tmp_path / "eval", "--baseline", toy)
     summary = json.loads((tmp_path / "eval/eval.json").read_text())
     assert summary["n"] == 4 and summary["baselines"][0]["n"] == 4
     run(null_gpu, ROOT / "merge_lora.py", tmp_path / "run", "--out", tmp_path / "merged")
@@ -107,18 +107,18 @@ def test_episodes(null_gpu, folder, tmp_path):
 
 
 def test_attention_compiles_twice_for_all_lengths(null_gpu):
-    """Once with and once without gradients; once more if adapters leave the first layer's keys without gradients."""
+    """It compiles with and without gradients, and again if adapters leave the first layer's keys without gradients."""
     limited = null_gpu | {"NULL_GPU_VALUES_MIB": "16"}
-    found = json.loads(run(limited, NULL_GPU / "check_graphs.py").splitlines()[-1])
-    assert found["graphs"][0] <= 2 and max(found["graphs"]) <= 3 and found["with LoRA"] <= max(found["graphs"]) + 1
-    assert found["GiB"] < 2  # at 65,536 tokens; a mask of tokens by tokens would take 40
+    counts = json.loads(run(limited, NULL_GPU / "check_graphs.py").splitlines()[-1])
+    assert counts["graphs"][0] <= 2 and max(counts["graphs"]) <= 3 and counts["with LoRA"] <= max(counts["graphs"]) + 1
+    assert counts["GiB"] < 2  # at 65,536 tokens, for which a mask of tokens by tokens would take 40 GiB
 
 
 @pytest.mark.slow
 def test_kernels_compile_and_launch_at_the_shapes_of_models(null_gpu):
     limited = null_gpu | {"NULL_GPU_VALUES_MIB": "16"}
-    shared = json.loads(run(limited, NULL_GPU / "check_kernels.py").splitlines()[-1])
-    assert all(0 < bytes <= 232_448 for kernel in shared.values() for bytes in kernel) and len(shared) == 3
+    memory = json.loads(run(limited, NULL_GPU / "check_kernels.py").splitlines()[-1])
+    assert all(0 < n_bytes <= 232_448 for kernel in memory.values() for n_bytes in kernel) and len(memory) == 3
 
 
 def test_memory_is_allocated_in_segments_that_grow(null_gpu):
@@ -127,8 +127,8 @@ def test_memory_is_allocated_in_segments_that_grow(null_gpu):
     code += "y = torch.empty(600 << 20, dtype=torch.uint8, pin_memory=True); "
     code += "print([s['is_expandable'] for s in torch.cuda.memory._snapshot()['segments']], pinned() - before >> 20)"
     assert run(null_gpu, "-c", code).splitlines()[-1] == "[True] 600"
-    chosen = null_gpu | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
-    assert run(chosen, "-c", code).splitlines()[-1].startswith("[False]")
+    configured = null_gpu | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
+    assert run(configured, "-c", code).splitlines()[-1].startswith("[False]")
 
 
 def test_pinned_memory_is_as_large_as_its_tensor(null_gpu):
@@ -144,7 +144,7 @@ def test_pinned_memory_is_as_large_as_its_tensor(null_gpu):
 
 @pytest.mark.slow
 def test_a_micro_batch_waits_for_the_gpu_three_times_at_most(null_gpu, tmp_path):
-    """gpu.py counts. There is a limit on values, as without one the policy head is the plain one, which waits more."""
+    """gpu.py counts the waits. Values have a limit; without one the plain policy head runs, which waits more often."""
     limited = null_gpu | {"NULL_GPU_VALUES_MIB": "16"}
     run(limited, ROOT / "benchmarks/gpu.py", "--only", "waits", "--json", tmp_path / "gpu.json")
     [part] = json.loads((tmp_path / "gpu.json").read_text())["parts"]
@@ -154,7 +154,7 @@ def test_a_micro_batch_waits_for_the_gpu_three_times_at_most(null_gpu, tmp_path)
 
 
 @pytest.mark.slow
-def test_the_first_hour_on_a_gpu_is_rehearsed(null_gpu, tmp_path):
+def test_all_parts_of_the_gpu_benchmark_run(null_gpu, tmp_path):
     """All parts of gpu.py run with tiny shapes, except the one that is tested above."""
     parts = [part.name for part in gpu.PARTS if part.name != "waits"]
     out = tmp_path / "gpu.json"
@@ -163,7 +163,7 @@ def test_the_first_hour_on_a_gpu_is_rehearsed(null_gpu, tmp_path):
     assert data["machine"]["memory_gib"] > 79 and [part["status"] for part in data["parts"]] == ["ok"] * len(parts)
     rows = {row["case"]: row for part in data["parts"] for row in part["rows"]}
     assert {"train.py", "resumed", "eval.py", "merge_lora.py", "LoRA with KL", "ours fused loss"} < rows.keys()
-    for case in ("train.py", "resumed", "7B LoRA shared prefix", "7B LoRA packed"):
+    for case in ("train.py", "resumed", "7B LoRA shared prefix", "7B LoRA packed, compiled"):
         assert rows[case]["peak GiB"] > 0 and 0 < rows[case]["grad norm"] < 100, case
     memory = rows[gpu.TOY_MEMORY]
     assert 0 < memory["at rest, GiB"] < memory["peak, GiB"] <= memory["reserved, GiB"]

@@ -1,4 +1,4 @@
-"""Stages of a run: which examples, in which order, and what rewards are told.   pytest tests/test_curriculum.py"""
+"""Curriculum stages: the choice and order of examples, and the context of rewards.   pytest tests/test_curriculum.py"""
 
 import json
 import math
@@ -20,28 +20,28 @@ from rewards.order import load_last_stage, make_order, shuffled_batch
 from tasks import geospot
 
 
-def examples(n=40):
-    """Of two tasks in turn, with a difficulty and a type."""
-    made = []
+def make_examples(n=40):
+    """Return examples that alternate between two tasks, with a difficulty and an answer type."""
+    result = []
     for i in range(n):
         extra = {"difficulty": (i * 7) % 10, "answer_type": "count" if i % 4 < 2 else "colour"}
-        made.append(Example(f"u{i}", ("shapes", "hiyouga/geometry3k")[i % 2], [], [], "1", extra))
-    return made
+        result.append(Example(f"u{i}", ("shapes", "hiyouga/geometry3k")[i % 2], [], [], "1", extra))
+    return result
 
 
-def curriculum(tmp_path, *stages, per_step=4, n=40, seed=0):
+def make_curriculum(tmp_path, *stages, per_step=4, n=40, seed=0):
     file = tmp_path / "stages.json"
     file.write_text(json.dumps({"stages": list(stages)}))
-    return make_order(str(file), examples(n), per_step, seed)
+    return make_order(str(file), make_examples(n), per_step, seed)
 
 
 def uids(batch):
     return [example.uid for example in batch]
 
 
-def test_without_a_file_batches_are_as_they_were_and_rewards_are_told_nothing(capsys):
-    given = examples()
-    plain = make_order(None, given, 4, seed=3)
+def test_without_a_file_batches_are_shuffled_and_rewards_get_no_stage(capsys):
+    dataset = make_examples()
+    plain = make_order(None, dataset, 4, seed=3)
     for step in range(25):
         assert uids(plain.select_batch(step, step, 0, {})) == [f"u{i}" for i in shuffled_batch(step, 40, 4, seed=3)]
     assert plain.current_stage(0) == load_last_stage(None, [])[1] == CurriculumStage() and plain.metrics(0, {}) == {}
@@ -49,45 +49,45 @@ def test_without_a_file_batches_are_as_they_were_and_rewards_are_told_nothing(ca
     assert plain.after_step({}, 0, 1, {"u1": 1.0}) == {}
 
 
-def test_stages_filter_and_are_a_function_of_the_step(tmp_path, capsys):
+def test_stages_filter_examples_and_depend_only_on_the_step(tmp_path, capsys):
     easy = {"name": "easy", "from": 0, "where": {"answer_type": "count", "difficulty": {"least": 2, "most": 5}}}
     task = {"name": "geo", "from": 10, "where": {"data_source": ["geo3k"]}, "reward": {"geo3k": {"strict": True}}}
-    of = curriculum(tmp_path, easy, task, {"from": 20})
-    seen = {step: of.select_batch(step, step, 0, {}) for step in range(30)}
-    fits = {e.uid for e in examples() if e.extra["answer_type"] == "count" and 2 <= e.extra["difficulty"] <= 5}
-    assert {e.uid for step in range(10) for e in seen[step]} == fits and len(fits) == 8
-    assert {e.data_source for step in range(10, 20) for e in seen[step]} == {"hiyouga/geometry3k"}
-    assert len({e.uid for step in range(20, 30) for e in seen[step]}) > 30
-    again = curriculum(tmp_path, easy, task, {"from": 20})  # resumed: nothing but the step and position is needed
+    curriculum = make_curriculum(tmp_path, easy, task, {"from": 20})
+    batches = {step: curriculum.select_batch(step, step, 0, {}) for step in range(30)}
+    matching = {e.uid for e in make_examples() if e.extra["answer_type"] == "count" and 2 <= e.extra["difficulty"] <= 5}
+    assert {e.uid for step in range(10) for e in batches[step]} == matching and len(matching) == 8
+    assert {e.data_source for step in range(10, 20) for e in batches[step]} == {"hiyouga/geometry3k"}
+    assert len({e.uid for step in range(20, 30) for e in batches[step]}) > 30
+    resumed = make_curriculum(tmp_path, easy, task, {"from": 20})  # as after --resume
     for step in random.Random(0).sample(range(30), 30):
-        assert uids(again.select_batch(step, step, 0, {})) == uids(seen[step])
-    assert [of.stage_index(step) for step in (0, 9, 10, 19, 20, 99)] == [0, 0, 1, 1, 2, 2]
-    assert of.current_stage(0) == CurriculumStage("easy", 0, {}) and of.current_stage(12) == CurriculumStage(
-        "geo", 1, {"geo3k": {"strict": True}}
+        assert uids(resumed.select_batch(step, step, 0, {})) == uids(batches[step])
+    assert [curriculum.stage_index(step) for step in (0, 9, 10, 19, 20, 99)] == [0, 0, 1, 1, 2, 2]
+    assert curriculum.current_stage(0) == CurriculumStage("easy", 0, {}) and (
+        curriculum.current_stage(12) == CurriculumStage("geo", 1, {"geo3k": {"strict": True}})
     )
-    told = capsys.readouterr().out
-    assert told.count("\n") == 2 and "after 0 steps stage 1 of 3, easy: 8 of 40" in told
-    of.current_stage(13)
-    assert capsys.readouterr().out == "" and of.current_stage(10**6) == CurriculumStage("", 2, {})
-    assert of.metrics(12, {}) == {"curriculum/stage": 1.0}
+    output = capsys.readouterr().out
+    assert output.count("\n") == 2 and "after 0 steps stage 1 of 3, easy: 8 of 40" in output
+    curriculum.current_stage(13)
+    assert capsys.readouterr().out == "" and curriculum.current_stage(10**6) == CurriculumStage("", 2, {})
+    assert curriculum.metrics(12, {}) == {"curriculum/stage": 1.0}
 
 
 def test_an_epoch_of_a_stage_has_each_of_its_examples_once(tmp_path):
-    of = curriculum(tmp_path, {"from": 0, "where": {"data_source": "shapes"}})
+    curriculum = make_curriculum(tmp_path, {"from": 0, "where": {"data_source": "shapes"}})
     for epoch in range(3):
-        batches = [uids(of.select_batch(step, step, 0, {})) for step in range(5 * epoch, 5 * epoch + 5)]
+        batches = [uids(curriculum.select_batch(step, step, 0, {})) for step in range(5 * epoch, 5 * epoch + 5)]
         assert len(set(chain(*batches))) == 20 == sum(map(len, batches))
 
 
 @pytest.mark.parametrize(("shares", "n"), [({"shapes": 3, "geo3k": 1}, (6, 2)), ({"shapes": 1, "geo3k": 1}, (4, 4))])
 def test_a_mix_holds_in_each_batch(tmp_path, shares, n):
-    of = curriculum(tmp_path, {"from": 0, "mix": shares}, per_step=8)
+    curriculum = make_curriculum(tmp_path, {"from": 0, "mix": shares}, per_step=8)
     for step in range(20):
-        count = Counter(e.data_source for e in of.select_batch(step, step, 0, {}))
+        count = Counter(e.data_source for e in curriculum.select_batch(step, step, 0, {}))
         assert (count["shapes"], count["hiyouga/geometry3k"]) == n
 
 
-def test_shares_are_whole_and_add_up():
+def test_shares_are_integers_and_add_up():
     for total in range(1, 50):
         for weights in ([1, 1, 1], [0.2, 0.5, 0.3], [5, 1], [1e-6, 1]):
             parts = split_proportionally(total, dict(enumerate(weights)))
@@ -97,75 +97,150 @@ def test_shares_are_whole_and_add_up():
 
 
 @pytest.mark.parametrize("order", ["difficulty", "-difficulty"])
-def test_an_order_by_a_column_is_kept_and_begins_anew(tmp_path, order):
-    of = curriculum(tmp_path, {"from": 0, "order": order})
-    first = [e.extra["difficulty"] for step in range(10) for e in of.select_batch(step, step, 0, {})]
+def test_an_order_by_a_column_is_kept_and_repeats(tmp_path, order):
+    curriculum = make_curriculum(tmp_path, {"from": 0, "order": order})
+    first = [e.extra["difficulty"] for step in range(10) for e in curriculum.select_batch(step, step, 0, {})]
     assert first == sorted(first, reverse=order.startswith("-")) and len(first) == 40
-    assert uids(of.select_batch(11, 11, 0, {})) == uids(of.select_batch(1, 1, 0, {}))
+    assert uids(curriculum.select_batch(11, 11, 0, {})) == uids(curriculum.select_batch(1, 1, 0, {}))
 
 
-def test_what_is_solved_is_left_out_and_what_was_tried_least_comes_first(tmp_path):
-    of = curriculum(tmp_path, {"from": 0, "solved": {"least": 0.1, "most": 0.9}})
-    memory = {}
-    truth = {f"u{i}": (0.0, 0.5, 1.0)[i % 3] for i in range(40)}
+def test_solved_examples_are_left_out_and_least_tried_ones_come_first(tmp_path):
+    curriculum = make_curriculum(tmp_path, {"from": 0, "solved": {"least": 0.1, "most": 0.9}})
+    state = {}
+    accuracies = {f"u{i}": (0.0, 0.5, 1.0)[i % 3] for i in range(40)}
     tries = Counter()
     for step in range(40):
-        batch = uids(of.select_batch(step, step, 0, memory))
+        batch = uids(curriculum.select_batch(step, step, 0, state))
         assert len(set(batch)) == 4
         tries.update(batch)
-        memory = of.after_step(memory, step, step + 1, {uid: truth[uid] for uid in batch})
-        memory = json.loads(json.dumps(memory))  # as a checkpoint holds it
-    learnable = {uid for uid, rate in truth.items() if rate == 0.5}
-    assert {uid for uid in truth if tries[uid] == 1} == set(truth) - learnable  # tried once, then known
+        state = curriculum.after_step(state, step, step + 1, {uid: accuracies[uid] for uid in batch})
+        state = json.loads(json.dumps(state))  # as in a checkpoint
+    learnable = {uid for uid, rate in accuracies.items() if rate == 0.5}
+    assert {uid for uid in accuracies if tries[uid] == 1} == set(accuracies) - learnable  # tried once, then known
     assert max(tries[uid] for uid in learnable) - min(tries[uid] for uid in learnable) <= 1
-    assert of.metrics(0, memory) == {"curriculum/stage": 0, "curriculum/tried": 40, "curriculum/solved": 0.4875}
+    assert curriculum.metrics(0, state) == {"curriculum/stage": 0, "curriculum/tried": 40, "curriculum/solved": 0.4875}
 
 
-def test_where_too_few_are_left_those_nearest_to_the_bounds_fill_the_batch(tmp_path):
-    of = curriculum(tmp_path, {"from": 0, "solved": {"most": 0.5}}, n=8)
+def test_if_too_few_are_left_those_nearest_to_the_bounds_fill_the_batch(tmp_path):
+    curriculum = make_curriculum(tmp_path, {"from": 0, "solved": {"most": 0.5}}, n=8)
     rates = {f"u{i}": [0.3 + 0.1 * i, 1] for i in range(8)}
-    assert set(uids(of.select_batch(0, 0, 0, {"rates": rates}))) == {"u0", "u1", "u2", "u3"}  # u3 has 0.6
+    assert set(uids(curriculum.select_batch(0, 0, 0, {"rates": rates}))) == {"u0", "u1", "u2", "u3"}  # u3 has 0.6
 
 
 @pytest.mark.parametrize(("order", "first"), [("solved", {"u0", "u1"}), ("-solved", {"u6", "u7"})])
-def test_an_order_by_solve_rate_takes_the_hardest_or_easiest_of_those_tried_as_often(tmp_path, order, first):
-    of = curriculum(tmp_path, {"from": 0, "order": order}, per_step=2, n=8)
+def test_an_order_by_solve_rate_takes_the_extremes_of_equally_tried_examples(tmp_path, order, first):
+    curriculum = make_curriculum(tmp_path, {"from": 0, "order": order}, per_step=2, n=8)
     rates = {f"u{i}": [i / 8, 2] for i in range(8)}
-    assert set(uids(of.select_batch(5, 5, 0, {"rates": rates}))) == first
+    assert set(uids(curriculum.select_batch(5, 5, 0, {"rates": rates}))) == first
     rates |= {uid: [rate, 3] for uid, (rate, _) in rates.items() if uid in first}
-    assert not first & set(uids(of.select_batch(6, 6, 0, {"rates": rates})))
+    assert not first & set(uids(curriculum.select_batch(6, 6, 0, {"rates": rates})))
 
 
-def test_a_running_solve_rate_is_a_mean_first_and_then_forgets(tmp_path):
-    of = curriculum(tmp_path, {"from": 0, "order": "solved"})
-    memory = {}
-    for now in (1.0, 0.0, 0.5):
-        memory = of.after_step(memory, 0, 1, {"u1": now})
-    assert memory["rates"]["u1"] == [pytest.approx(0.5), 3]
+def test_a_running_solve_rate_starts_as_a_mean_and_later_forgets(tmp_path):
+    curriculum = make_curriculum(tmp_path, {"from": 0, "order": "solved"})
+    state = {}
+    for accuracy in (1.0, 0.0, 0.5):
+        state = curriculum.after_step(state, 0, 1, {"u1": accuracy})
+    assert state["rates"]["u1"] == [pytest.approx(0.5), 3]
     for _ in range(20):
-        memory = of.after_step(memory, 0, 1, {"u1": 1.0})
-    assert memory["rates"]["u1"][0] > 0.99 and memory["rates"]["u1"][1] == 23
+        state = curriculum.after_step(state, 0, 1, {"u1": 1.0})
+    assert state["rates"]["u1"][0] > 0.99 and state["rates"]["u1"][1] == 23
 
 
 @pytest.mark.parametrize("stage", [{"order": "solved"}, {"order": "difficulty"}, {"solved": {"most": 0.9}}, {}])
-def test_rounds_of_a_step_have_other_examples_and_an_order_begins_with_its_stage(tmp_path, stage):
-    of = curriculum(tmp_path, {"from": 0}, {"from": 3, **stage})
+def test_batches_of_a_step_are_disjoint_and_an_order_starts_with_its_stage(tmp_path, stage):
+    curriculum = make_curriculum(tmp_path, {"from": 0}, {"from": 3, **stage})
     rates = {f"u{i}": [i / 40, 1] for i in range(40)}
-    memory, position = {"rates": rates}, 0
-    for step, rounds in enumerate((2, 1, 4, 3)):  # dynamic sampling: the position runs ahead of the step
+    state, position = {"rates": rates}, 0
+    for step, n_batches in enumerate((2, 1, 4, 3)):  # dynamic sampling: the position runs ahead of the step
         drawn = list(
-            chain.from_iterable(uids(of.select_batch(step, position, round, memory)) for round in range(rounds))
+            chain.from_iterable(
+                uids(curriculum.select_batch(step, position, index, state)) for index in range(n_batches)
+            )
         )
-        assert len(set(drawn)) == len(drawn) == 4 * rounds or step < 3
-        position += rounds
-        memory = of.after_step(memory, step, position, {}) | {"rates": rates}
+        assert len(set(drawn)) == len(drawn) == 4 * n_batches or step < 3
+        position += n_batches
+        state = curriculum.after_step(state, step, position, {}) | {"rates": rates}
     if stage.get("order") == "difficulty":
-        assert [examples()[int(uid[1:])].extra["difficulty"] for uid in drawn] == [0] * 4 + [1] * 4 + [2] * 4
+        assert [make_examples()[int(uid[1:])].extra["difficulty"] for uid in drawn] == [0] * 4 + [1] * 4 + [2] * 4
     if stage.get("order") == "solved":
         assert set(drawn) == {f"u{i}" for i in range(12)}
 
 
-def test_toml_and_json_say_the_same(tmp_path):
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_a_share_is_drawn_by_variance_and_the_rest_in_order(tmp_path, share):
+    """Frequencies against draws one by one: among what the order did not take, in proportion to p (1 - p) + 0.01."""
+    curriculum = make_curriculum(tmp_path, {"from": 0, "order": "difficulty", "variance": share}, n=12)
+    n_drawn = round(4 * share)
+    rates = {f"u{i}": [i / 8, 3] for i in range(9)}  # u9 to u11 were never tried: 1/2
+    p = {f"u{i}": i / 8 if i < 9 else 0.5 for i in range(12)}
+    first = [e.uid for e in sorted(make_examples(12), key=lambda e: e.extra["difficulty"])]
+    found, wanted, rng, n = Counter(), Counter(), random.Random(0), 4000
+    for position in range(n):
+        ordered = [first[(position * (4 - n_drawn) + k) % 12] for k in range(4 - n_drawn)]
+        batch = uids(curriculum.select_batch(0, position, 0, {"rates": rates}))
+        assert batch[: 4 - n_drawn] == ordered and len(set(batch)) == 4
+        found.update(batch[4 - n_drawn :])
+        others = [uid for uid in p if uid not in ordered]
+        for _ in range(n_drawn):
+            [uid] = rng.choices(others, [p[uid] * (1 - p[uid]) + 0.01 for uid in others])
+            others.remove(uid)
+            wanted[uid] += 1
+    assert sum(found.values()) == n * n_drawn
+    for uid in p:  # 4.5 standard deviations of a difference of two counts
+        assert abs(found[uid] - wanted[uid]) < 4.5 * math.sqrt(2 * max(wanted[uid], 10)), uid
+    assert found["u4"] > 4 * found["u0"] > 0 < found["u8"] and abs(found["u10"] - found["u4"]) < 0.3 * found["u4"]
+
+
+def test_draws_by_variance_repeat_and_keep_epochs_mixes_and_rates(tmp_path):
+    stage = {"from": 0, "variance": 0.5, "mix": {"shapes": 1, "geo3k": 1}}
+    state, batches, states = {}, [], []
+    curriculum = make_curriculum(tmp_path, stage, per_step=8)
+    for step in range(20):
+        states.append(json.loads(json.dumps(state)))  # as in a checkpoint
+        batch = curriculum.select_batch(step, step, 0, state)
+        assert Counter(e.data_source for e in batch) == {"shapes": 4, "hiyouga/geometry3k": 4}
+        batches.append(uids(batch))
+        assert len(set(batches[-1])) == 8
+        state = curriculum.after_step(state, step, step + 1, {uid: int(uid[1:]) % 2 / 2 for uid in batches[-1]})
+    assert state["rates"] and {rate for rate, _ in state["rates"].values()} == {0.0, 0.5}
+    ordered = [uid for batch in batches[:10] for part in (batch[:2], batch[4:6]) for uid in part]
+    assert len(set(ordered)) == 40  # each example once in an epoch, apart from the draws
+    for step in random.Random(0).sample(range(20), 20):  # as after --resume
+        resumed = make_curriculum(tmp_path, stage, per_step=8)
+        assert uids(resumed.select_batch(step, step, 0, states[step])) == batches[step]
+    other = make_curriculum(tmp_path, stage, per_step=8, seed=1)
+    assert uids(other.select_batch(19, 19, 0, states[19])) != batches[19]
+
+
+def test_the_batches_of_a_step_draw_different_examples(tmp_path):
+    """With dynamic sampling a step has several batches; a batch that finds no others left repeats some."""
+    curriculum = make_curriculum(tmp_path, {"from": 0, "variance": 1}, n=12)  # 1: TOML's for 1.0
+    for position in range(20):
+        step = [uids(curriculum.select_batch(0, position, index, {})) for index in range(4)]
+        assert len(set(sum(step[:3], []))) == 12 and len(set(step[3])) == 4
+    mixed = make_curriculum(tmp_path, {"from": 0, "variance": 0.5}, n=40)
+    for position in range(20):
+        step = sum((uids(mixed.select_batch(0, position, index, {})) for index in range(3)), [])
+        assert len(set(step[2:4] + step[6:8] + step[10:12])) == 6
+        assert not set(step[10:12]) & set(step[:10])  # nor does the last one draw what the others have
+
+
+def test_draws_by_variance_leave_out_what_is_in_flight_and_take_any_rate(tmp_path):
+    """Without an accuracy the solve rate is the mean of a total reward, which may be below 0 or above 1."""
+    curriculum = make_curriculum(tmp_path, {"from": 0, "variance": 1.0}, n=12)
+    rates = {"u0": [-3.0, 1], "u1": [7.5, 2], "u2": [0.5, 1]}
+    busy = {f"u{i}" for i in range(6)}
+    drawn = Counter()
+    for position in range(50):
+        assert not busy & set(uids(curriculum.select_batch(0, position, 0, {"rates": rates}, busy)))
+        drawn.update(uids(curriculum.select_batch(0, position, 0, {"rates": rates})))
+    assert drawn["u2"] > 3 * max(drawn["u0"], drawn["u1"])
+    tiny = make_curriculum(tmp_path, {"from": 0, "variance": 0.5, "solved": {"least": 0.1}}, n=4)  # every example
+    assert sorted(uids(tiny.select_batch(0, 0, 0, {"rates": rates}))) == ["u0", "u1", "u2", "u3"]
+
+
+def test_toml_and_json_files_are_equivalent(tmp_path):
     toml = Path(tmp_path / "a.toml")
     toml.write_text('''[[stages]]
 name = "easy"
@@ -201,6 +276,10 @@ WRONG = {
     "few": ({"stages": [{"from": 0, "where": {"difficulty": 99}}]}, "has 0 examples, but a batch needs 4"),
     "percent": ({"stages": [{"from": 0, "solved": {"least": 10, "most": 90}}]}, "shares from 0 to 1"),
     "turned": ({"stages": [{"from": 0, "solved": {"least": 0.9, "most": 0.1}}]}, "least below most"),
+    "variance": ({"stages": [{"from": 0, "variance": 1.5}]}, "stage 1: variance is 1.5, expected a share from 0 to 1"),
+    "no variance": ({"stages": [{"from": 0, "variance": -0.1}]}, "variance is -0.1, expected a share"),
+    "not a number": ({"stages": [{"from": 0, "variance": math.nan}]}, "variance is nan, expected type float"),
+    "half": ({"stages": [{"from": 0, "variance": "half"}]}, "variance is 'half', expected type float"),
     "sign": ({"stages": [{"from": 0, "order": "--difficulty"}]}, "no example has a column '-difficulty'"),
     "dash": ({"stages": [{"from": 0, "order": "-"}]}, "no example has a column ''"),
     "kind": ({"stages": [{"from": True}]}, "from is True, expected type int"),
@@ -212,21 +291,21 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_stage_that_cannot_be_is_refused(name, tmp_path):
-    content, told = WRONG[name]
+def test_an_invalid_stage_is_refused(name, tmp_path):
+    content, message = WRONG[name]
     file = tmp_path / "stages.json"
     file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=told):
-        make_order(str(file), examples(), 4, seed=0)
+    with pytest.raises(UserError, match=message):
+        make_order(str(file), make_examples(), 4, seed=0)
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     for name, text in (("a.toml", "[[stages"), ("a.json", "{"), ("a.json", "[" * 100_000)):
         Path(tmp_path / name).write_text(text)
         with pytest.raises(UserError, match="neither TOML nor JSON"):
-            make_order(str(tmp_path / name), examples(), 4, seed=0)
+            make_order(str(tmp_path / name), make_examples(), 4, seed=0)
     with pytest.raises(UserError, match="--curriculum .*none.toml"):
-        make_order(str(tmp_path / "none.toml"), examples(), 4, seed=0)
+        make_order(str(tmp_path / "none.toml"), make_examples(), 4, seed=0)
 
 
 STAGED = '''
@@ -242,7 +321,7 @@ BY_SOLVE_RATE = pytest.param({"least": 0.05, "most": 0.95}, id="by solve rate", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("solved", [pytest.param({}, id="by step"), BY_SOLVE_RATE])
-def test_killed_in_a_stage_and_resumed_a_run_is_the_uninterrupted_one(solved, toys, tmp_path):
+def test_a_run_killed_in_a_stage_and_resumed_equals_an_uninterrupted_run(solved, toys, tmp_path):
     data = write_parquet(tmp_path / "train.parquet", geospot.toy(24, "train", 0))
     (tmp_path / "staged.py").write_text(STAGED)
     stages = []
@@ -250,15 +329,15 @@ def test_killed_in_a_stage_and_resumed_a_run_is_the_uninterrupted_one(solved, to
         options = {**stage["reward"]["geospot"], "number": number}
         stages.append({"name": stage["name"], "from": 2 * number, "solved": solved, "reward": {"geospot": options}})
     (tmp_path / "stages.json").write_text(json.dumps({"stages": stages}))
-    more = ["--steps", 10, "--save-every", 1, "--keep", 2, "--curriculum", tmp_path / "stages.json"]
-    more += ["--reward", f"geospot={tmp_path / 'staged.py'}:score", "--no-self-test"]
+    extra = ["--steps", 10, "--save-every", 1, "--keep", 2, "--curriculum", tmp_path / "stages.json"]
+    extra += ["--reward", f"geospot={tmp_path / 'staged.py'}:score", "--no-self-test"]
     command = {}
     for name in ("whole", "cut"):
-        command[name] = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, tmp_path / name, *more)]
+        command[name] = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, tmp_path / name, *extra)]
     whole = run(command["whole"]).stdout
-    told = [f"after {2 * i} steps stage {i + 1} of 5, {stages[i]['name']}" for i in range(5)]
-    assert [line in whole for line in told] == [True] * 5
-    kill_after(command["cut"], tmp_path / "cut", 7)  # steps 7 and 8 are of stage 3
+    lines = [f"after {2 * i} steps stage {i + 1} of 5, {stages[i]['name']}" for i in range(5)]
+    assert [line in whole for line in lines] == [True] * 5
+    kill_after(command["cut"], tmp_path / "cut", 7)  # steps 7 and 8 belong to stage 3
     assert len(rows(tmp_path / "cut")) < 10
     run([*command["cut"], "--resume", "auto"])
     assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
@@ -275,37 +354,37 @@ BY_STEP = "def score(response, example, step):\n    return float(step)\n"
 
 
 @pytest.mark.slow
-def test_the_same_weights_evaluate_to_the_same_figure_whatever_step_they_were_saved_at(toys, tmp_path):
-    """Also under a reward that depends on the step, and with the task's own stages switched off."""
+def test_an_evaluation_depends_on_the_weights_and_not_on_their_step(toys, tmp_path):
+    """The reward depends on the step, and the task's own stages are switched off."""
     train, test = (write_parquet(tmp_path / name, geospot.toy(8, name, 0)) for name in ("train", "test"))
     (tmp_path / "by_step.py").write_text(BY_STEP)
-    more = ["--steps", 2, "--eval-every", 1, "--eval-data", test, "--save-every", 1, "--no-self-test"]
-    more += ["--reward", f"{tmp_path}/by_step.py:score", "--curriculum", "none"]
+    extra = ["--steps", 2, "--eval-every", 1, "--eval-data", test, "--save-every", 1, "--no-self-test"]
+    extra += ["--reward", f"{tmp_path}/by_step.py:score", "--curriculum", "none"]
     out = tmp_path / "run"
-    run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], train, out, *more)])
+    run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], train, out, *extra)])
     assert [row["eval/reward"] for row in rows(out)] == [2.0, 2.0, 2.0]
     assert [row["reward/mean"] for row in rows(out)[1:]] == [0.0, 1.0] and "curriculum/stage" not in rows(out)[1]
-    done = run([sys.executable, "eval.py", out / "checkpoints" / "step_000001", "--out", tmp_path / "e", *more[-4:-2]])
+    done = run([sys.executable, "eval.py", out / "checkpoints" / "step_000001", "--out", tmp_path / "e", *extra[-4:-2]])
     assert json.loads((tmp_path / "e" / "eval.json").read_text())["reward"] == 2.0
     assert "--curriculum none" in done.stdout and "unlike the run" not in done.stdout
 
 
 def test_geospot_trains_by_its_stages_and_is_evaluated_with_all_parts(tmp_path):
     truths = [row["reward_model"]["ground_truth"] for row in geospot.toy(4, "test", 0)]
-    own = [Example("u", "geospot", [], [], truth, {}) for truth in truths]
+    dataset = [Example("u", "geospot", [], [], truth, {}) for truth in truths]
     truth = json.loads(truths[0])
     text = json.dumps(truth | {"lat": truth["lat"] + 1})
     (tmp_path / "stages.toml").write_text("[[stages]]\nfrom = 0\nname = 'all'\n")
 
-    def graded(stages, step, stage):
-        response = make_rollout_stub(own[0], text, context=RewardContext(step=step, stage=stage))
+    def grade_at(stages, step, stage):
+        response = make_rollout_stub(dataset[0], text, context=RewardContext(step=step, stage=stage))
         [rewards] = Grader(RewardConfig(reward_workers=0)).collect([response])
         return rewards["reward"]
 
     full = geospot.geospot_reward(text, truths[0])["reward"]
     for file in (None, "none", str(tmp_path / "stages.toml")):
-        stages = make_order(file, own, 4, 0)
-        trained = [graded(stages, step, stages.current_stage(step)) for step in (0, 100, 5000)]
+        stages = make_order(file, dataset, 4, 0)
+        trained = [grade_at(stages, step, stages.current_stage(step)) for step in (0, 100, 5000)]
         by_stage = [geospot.geospot_reward(text, truths[0], geospot.STAGES[i])["reward"] for i in (0, 1, 4)]
-        assert trained == (by_stage if file is None else [full] * 3)  # what a file does not name pays in full
-        assert {graded(stages, step, load_last_stage(file, own)[1]) for step in (0, 100, 5000)} == {full}
+        assert trained == (by_stage if file is None else [full] * 3)  # the file turns no parts off
+        assert {grade_at(stages, step, load_last_stage(file, dataset)[1]) for step in (0, 100, 5000)} == {full}

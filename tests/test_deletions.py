@@ -1,4 +1,4 @@
-"""What a fork may delete: a copy without it trains and evaluates, and a flag that needs it is refused by name.
+"""Parts that a fork may delete: a copy without them trains and evaluates, and flags that need them are refused.
 
 pytest tests/test_deletions.py"""
 
@@ -16,10 +16,11 @@ from warm import run_command
 from errors import UserError, in_copy, plug_in
 from tasks.shapes import shapes_rows
 
-pytestmark = complete  # in a copy that lacks something, the table is not what can be deleted
+pytestmark = complete  # DELETABLE does not describe a copy that lacks parts
 
-# Flags that need what is deleted, with the file that is then named
+# Flags that need a deleted part, with the file that the error names
 REFUSED = {
+    "algorithms": {},
     "envs": {"--env calculator": "envs/_factory"},
     "servers": {"--rollout server --servers http://127.0.0.1:1": "engines/server"},
     "vllm": {"--rollout vllm": "engines/vllm"},
@@ -29,22 +30,24 @@ REFUSED = {
     "tasks": {"--env calculator": "--env calculator needs a file"},
     "tensor parallelism": {},
     "sampling ahead": {"--async-steps 1": "engines/ahead"},
+    "replayed experts": {"--replay-experts": "layers/experts"},
+    "plan": {"--plan": "parallel/plan"},
     "sources": {},
 }
 EVERYTHING = [name for names in DELETABLE.values() for name in names] + ["engines/common.py"]
-UNCOPIED = (".venv*", ".git", ".*_cache", "demo", "out", "__pycache__")
+NOT_COPIED = (".venv*", ".git", ".*_cache", "demo", "out", "__pycache__")
 
 
 def copy_without(names, folder):
-    """A copy of the product, what is named deleted."""
-    copy = shutil.copytree(ROOT, folder / "copy", ignore=shutil.ignore_patterns(*UNCOPIED))
+    """Copy the repository, without some files and folders."""
+    copy = shutil.copytree(ROOT, folder / "copy", ignore=shutil.ignore_patterns(*NOT_COPIED))
     for name in names:
         path = copy / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=name.endswith(".txt"))
     return copy
 
 
-def check(names, refused, toys, tmp_path):
+def check_copy(names, refused, toys, tmp_path):
     copy, out = copy_without(names, tmp_path), tmp_path / "run"
     data = write_parquet(tmp_path / "train.parquet", shapes_rows(8, "train", 0))
 
@@ -77,25 +80,25 @@ def check_no_pages(train, evaluated, run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", DELETABLE)
-def test_a_copy_without_it_trains_and_evaluates(what, toys, tmp_path):
-    train, evaluated, run = check(DELETABLE[what], REFUSED[what], toys, tmp_path)
-    if what == "pages":
+@pytest.mark.parametrize("part", DELETABLE)
+def test_a_copy_without_one_part_trains_and_evaluates(part, toys, tmp_path):
+    train, evaluated, run = check_copy(DELETABLE[part], REFUSED[part], toys, tmp_path)
+    if part == "pages":
         check_no_pages(train, evaluated, run, tmp_path)
-    if what == "tensor parallelism":
+    if part == "tensor parallelism":
         code = "from parallel.sharding import ParallelConfig; ParallelConfig(tp=2).check(2, None)"
         assert "--tp 2: parallel/tensor_parallel.py is not in this copy; leave the flag out" in run("-c", code).stderr
 
 
 @pytest.mark.slow
-def test_a_copy_without_all_of_it_trains_and_evaluates(toys, tmp_path):
-    refused = REFUSED["envs"] | REFUSED["vllm"]  # one of the loop, and one of the engine
-    check_no_pages(*check(EVERYTHING, refused, toys, tmp_path), tmp_path)
+def test_a_copy_without_all_parts_trains_and_evaluates(toys, tmp_path):
+    refused = REFUSED["envs"] | REFUSED["vllm"]  # a flag of the training loop, and one of the engine
+    check_no_pages(*check_copy(EVERYTHING, refused, toys, tmp_path), tmp_path)
 
 
 @pytest.mark.slow
-def test_the_demo_and_the_remaining_tests_pass_without_all_of_it(tmp_path):
-    """EVERY=1 runs all remaining tests, which takes a core a quarter of an hour; by default every fourth is run."""
+def test_the_demo_and_the_remaining_tests_pass_without_all_parts(tmp_path):
+    """EVERY=1 runs all remaining tests, a quarter of an hour on one core; the default is every fourth."""
     copy, out = copy_without(EVERYTHING, tmp_path), tmp_path / "demo"
     done = run_command([sys.executable, "demo.py", "run", "--short", "--out", out], copy, timeout=600)
     assert done.returncode == 0 and (out / "summary.json").exists(), done.stderr[-3000:]
@@ -112,7 +115,7 @@ def test_the_demo_and_the_remaining_tests_pass_without_all_of_it(tmp_path):
     assert int(re.findall(r"(\d+) passed", tests.stdout)[-1]) > 800 / every
 
 
-def test_what_can_be_deleted_is_imported_by_name():
+def test_deletable_modules_are_imported_by_name():
     assert in_copy("engines.hf") and not in_copy("report.nothing.plots")
     assert plug_in("engines.hf", "--rollout hf").__name__ == "engines.hf"
     with pytest.raises(UserError, match="--flag: report/nothing/plots.py is not in this copy; leave the flag out"):

@@ -1,4 +1,4 @@
-"""The toy world: deterministic, balanced, its splits apart.   pytest tests/test_demo.py"""
+"""Toy tasks, models and the demo: deterministic, balanced, with disjoint splits.   pytest tests/test_demo.py"""
 
 import io
 import itertools
@@ -23,7 +23,7 @@ from rollout import make_env_factory, make_prompts
 from tasks import geometry, shapes
 
 
-def test_rows_are_deterministic_balanced_and_of_unique_images():
+def test_rows_are_deterministic_balanced_and_have_unique_images():
     rows, again = list(shapes.shapes_rows(200, "train", 3)), list(shapes.shapes_rows(200, "train", 3))
     assert rows == again != list(shapes.shapes_rows(200, "train", 4))
     kinds = ["count", "colour", "shape", "exists", "angle"]
@@ -40,8 +40,8 @@ def test_no_test_image_occurs_in_training():
     assert not test & (train | warm)
 
 
-def test_no_constant_answer_exceeds_half():
-    """What a model without eyes could reach at best: it must stay well under the bar for seeing."""
+def test_no_constant_answer_is_usually_right():
+    """The best accuracy without looking at the image is well below what counts as seeing."""
     best = []
     for kind in ("count", "colour", "shape", "exists", "angle"):
         rows = [r for r in shapes.shapes_rows(2000, "test", 1) if r["extra_info"]["answer_type"] == kind]
@@ -51,8 +51,7 @@ def test_no_constant_answer_exceeds_half():
 
 
 def test_images_show_what_the_answers_say():
-    """Counted from pixels, not from the generator: the share of painted area grows with the number of shapes, and the
-    dominant colour is the answer."""
+    """The most frequent colour of the pixels, after the background, is the answer to the question about the colour."""
     checked = 0
     for [data], questions in itertools.islice(shapes.drawings("train", 7), 80):
         answers = {kind: answer for kind, _, answer in questions}
@@ -67,22 +66,23 @@ def test_images_show_what_the_answers_say():
 
 
 def test_triangles_are_as_large_as_the_answers_say():
-    """In pixels: the box around the paint, and how much there is of it; an angle by its share of a half disc."""
+    """Sides are measured as the box around the painted pixels and areas as their number. An angle is the share of
+    half a disc that is not painted."""
     kinds = Counter()
     for [data], questions in itertools.islice(geometry.scenes("train", 7), 100):
         image = Image.open(io.BytesIO(data))
-        paint = [p for p, c in zip(itertools.product(range(84), range(84)), image.get_flattened_data(), strict=True)
+        painted = [p for p, c in zip(itertools.product(range(84), range(84)), image.get_flattened_data(), strict=True)
                  if c in shapes.COLOURS.values()]  # fmt: skip
-        (top, bottom), (left, right) = ((min(axis), max(axis)) for axis in zip(*paint, strict=True))
+        (top, bottom), (left, right) = ((min(axis), max(axis)) for axis in zip(*painted, strict=True))
         answers = {kind: truth for kind, _, _, truth in questions}
         kinds.update(list(answers))
-        if "angle" in answers:  # the painted share of a half disc
+        if "angle" in answers:
             half_disc = math.pi * max(bottom - top, 1) ** 2 / 2
-            if 30 < int(answers["angle"]) <= 90:  # then the sector is as high as its radius
-                assert len(paint) / half_disc == pytest.approx(1 - int(answers["angle"]) / 180, abs=0.09)
+            if 30 < int(answers["angle"]) <= 90:  # only then is the sector as high as its radius
+                assert len(painted) / half_disc == pytest.approx(1 - int(answers["angle"]) / 180, abs=0.09)
             continue
         across, up = (round((high - low + 2) / geometry.STEP) for low, high in ((left, right), (top, bottom)))
-        assert len(paint) == pytest.approx(across * up * geometry.STEP**2 / 2, rel=0.25)
+        assert len(painted) == pytest.approx(across * up * geometry.STEP**2 / 2, rel=0.25)
         assert float(answers["area"]) == across * up / 2
         assert eval(answers["hypotenuse"].replace("\\sqrt", "math.sqrt").translate(BRACES)) ** 2 == pytest.approx(
             across**2 + up**2
@@ -95,21 +95,21 @@ def test_triangles_are_as_large_as_the_answers_say():
 BRACES = str.maketrans("{}", "()")
 
 
-def test_the_demo_removes_nothing_but_an_earlier_demo(tmp_path):
+def test_the_demo_overwrites_only_an_earlier_demo(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ValueError, match="is not empty and not the folder of an earlier demo"):
         demo.run_demo(tmp_path, 0, "qwen2_5_vl", short=True)
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
-def test_a_task_without_a_demo_is_refused_with_those_that_have_one(tmp_path):
-    told = "--task chess: no task of that name has a demo; choose from .*shapes, vqa"
-    with pytest.raises(UserError, match=told):
+def test_a_task_without_a_demo_is_refused_with_a_list_of_those_that_have_one(tmp_path):
+    message = "--task chess: no task of that name has a demo; choose from .*shapes, shortcut, vqa"
+    with pytest.raises(UserError, match=message):
         demo.main(demo.parse_args(["run", "--out", str(tmp_path), "--task", "chess"]))
     assert not list(tmp_path.iterdir())
 
 
-def test_true_answers_earn_the_reward_and_usual_ones_mostly_do_not():
+def test_true_answers_earn_the_reward_and_the_most_frequent_ones_mostly_do_not():
     from types import SimpleNamespace
 
     examples = []
@@ -121,22 +121,21 @@ def test_true_answers_earn_the_reward_and_usual_ones_mostly_do_not():
     assert 0.1 < sum(lazy) / len(lazy) < 0.5
 
 
-# --- every task whose file draws scenes ---------------------------------------------------------------------------
+# --- all tasks whose file draws scenes ----------------------------------------------------------------------------
 
-ENVS = ("calculator", "guess_the_place", "look_closer")  # here only their last responses
-TASKS = ("caption", "digits", "geo3k", "geospot", "nlvr2", "shapes", "vqa", *ENVS)
+ENVS = ("calculator", "guess_the_place", "look_closer")  # for these, only last responses are graded here
+TASKS = ("caption", "digits", "geo3k", "geospot", "motion", "nlvr2", "shapes", "shortcut", "vqa", *ENVS)
 
 
-def test_each_task_of_ours_has_scenes_and_a_plan():
+def test_each_of_our_tasks_has_scenes_and_a_demo_config():
     assert set(TASKS) <= set(demo.find_demo_tasks())
-    assert demo.load_demo_config("shapes") == demo.DemoConfig(eval_every=5)  # whose figures are in README
     for task in TASKS:
         assert 20 <= demo.load_demo_config(task).steps <= 60
 
 
 @pytest.mark.slow
-def test_the_demo_of_another_task(tmp_path):
-    """Each stage runs, and the summary says of what; 10 steps are not meant to learn anything."""
+def test_the_demo_of_another_task_runs_to_its_summary(tmp_path):
+    """All parts of the demo run, and the summary names the task. Nothing needs to be learned in 10 steps."""
     demo.main(demo.parse_args(["run", "--task", "caption", "--short", "--processes", "1", "--out", str(tmp_path)]))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["task"], summary["metric"], summary["n_test"], summary["steps"]) == ("caption", "reward", 100, 10)
@@ -152,69 +151,78 @@ def test_the_demo_of_another_task(tmp_path):
 
 @pytest.fixture(scope="module")
 def toy_examples(tmp_path_factory):
-    """toy_examples(task, split) -> 60 rows as prepare_data.py writes and reads them."""
+    """toy_examples(task, split) -> 60 examples, written and read by prepare_data.py."""
 
     @cache
-    def made(task, split):
+    def make(task, split):
         file = tmp_path_factory.mktemp("toys") / f"{task}.parquet"
         main(parse_args([task, "--toy", "--n", "60", "--split", split, "--seed", "3", "--out", str(file)]))
         return read_examples(str(file), DataFormatConfig())[0]
 
-    return made
+    return make
 
 
 def as_json(truth):
     return json.loads(truth) if truth.startswith("{") else truth
 
 
+def contents(media):
+    """Return the bytes of images, and of the frames of videos."""
+    return tuple(item if isinstance(item, bytes) else tuple(item.frames) for item in media)
+
+
+def media(example):
+    return contents([*example.images, *example.videos])
+
+
 @pytest.mark.parametrize("task", TASKS)
-def test_rows_are_questions_of_the_scenes(task, toy_examples):
-    """The warm start shows what RL will ask: the same prompts, byte for byte, about other images than the test's."""
-    asked, replies = {}, {}
+def test_rows_ask_the_questions_of_the_scenes(task, toy_examples):
+    """The warm start has the same prompts as RL, byte for byte, but no images of the test split."""
+    truths, replies = {}, {}
     for images, questions in itertools.islice(demo.find_demo_tasks()[task].scenes("test", 3), 1200):
         for kind, prompt, reply, truth in questions:
-            asked[kind, prompt, tuple(images)] = truth
+            truths[kind, prompt, contents(images)] = truth
             replies[kind, prompt, truth] = reply
-            assert prompt.count("<image>") == len(images)
-    found = toy_examples(task, "test")
-    kinds = [e.extra["answer_type"] for e in found]
+            assert prompt.count("<image>") + prompt.count("<video>") == len(images)
+    examples = toy_examples(task, "test")
+    kinds = [e.extra["answer_type"] for e in examples]
     period = len(set(kinds))
-    assert kinds == kinds[:period] * (60 // period) and len({tuple(e.images) for e in found}) == 60
-    best, lazy = [], []
-    for e, kind in zip(found, kinds, strict=True):
+    assert kinds == kinds[:period] * (60 // period) and len(set(map(media, examples))) == 60
+    correct, lazy = [], []
+    for e, kind in zip(examples, kinds, strict=True):
         [message] = e.messages
-        truth = asked[kind, message["content"], tuple(e.images)]
+        truth = truths[kind, message["content"], media(e)]
         assert as_json(truth) == as_json(e.ground_truth)
-        best.append(grade(replies[kind, message["content"], truth], e))
+        correct.append(grade(replies[kind, message["content"], truth], e))
         lazy.append(grade(demo.most_frequent_replies(task)[kind], e)["reward"])
-    if "accuracy" in best[0]:
-        assert all(rewards["accuracy"] == rewards["format"] == 1.0 for rewards in best)
-    assert min(rewards["reward"] for rewards in best) > max(0.5, sum(lazy) / len(lazy) + 0.25)
-    others = {image for e in toy_examples(task, "train") for image in e.images}
+    if "accuracy" in correct[0]:
+        assert all(rewards["accuracy"] == rewards["format"] == 1.0 for rewards in correct)
+    assert min(rewards["reward"] for rewards in correct) > max(0.5, sum(lazy) / len(lazy) + 0.25)
+    other_images = {image for e in toy_examples(task, "train") for image in media(e)}
     for images, _ in itertools.islice(demo.find_demo_tasks()[task].scenes("warm", 3), 300):
-        others |= set(images)
-    assert not others & {image for e in found for image in e.images}
+        other_images |= set(contents(images))
+    assert not other_images & {image for e in examples for image in media(e)}
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_no_reply_of_a_toy_is_usually_right(task, toy_examples):
-    """What a model without eyes could reach at best: the best reply of each answer type, over all of that type."""
+def test_no_constant_reply_of_a_toy_task_is_usually_right(task, toy_examples):
+    """The best constant reply of each answer type, which needs no image, has a low mean reward over that type."""
     by_kind = {}
     for e in toy_examples(task, "train"):
         by_kind.setdefault(e.extra["answer_type"], []).append(e)
-    of_kind = {}
+    replies_by_kind = {}
     for e in demo.first_examples(task):
-        of_kind.setdefault(e.extra["answer_type"], Counter())[e.extra["reply"]] += 1
+        replies_by_kind.setdefault(e.extra["answer_type"], Counter())[e.extra["reply"]] += 1
     best = []
     for kind, examples in by_kind.items():
-        candidates = [reply for reply, _ in of_kind[kind].most_common(12)]
+        candidates = [reply for reply, _ in replies_by_kind[kind].most_common(12)]
         best.append(max(sum(grade(reply, e)["reward"] for e in examples) / len(examples) for reply in candidates))
     assert sum(best) / len(best) < 0.62
 
 
 @pytest.mark.parametrize("task", ENVS)
-def test_written_episodes_are_right_or_lazy(task, tmp_path):
-    """With the same environments, tokens and masks as a policy's; what was said is read from the tokens again."""
+def test_written_episodes_have_the_right_reply_or_the_usual_one(task, tmp_path):
+    """Written episodes have the environments, tokens and masks of a policy's. Responses are decoded from the tokens."""
     demo.make_model(tmp_path / "base", task=task, hidden=64, layers=1)
     processor = Processor(str(tmp_path / "base"))
     longest = demo.max_reply_tokens(tmp_path / "base", task)
@@ -222,33 +230,33 @@ def test_written_episodes_are_right_or_lazy(task, tmp_path):
     reset_fn = make_env_factory(demo.demo_env_config(task)).reset_example
     prompts = make_prompts(list(demo.scenes_to_examples(task, scenes)), processor, reset_fn=reset_fn)
     usual_replies = demo.most_frequent_replies(task)
-    lazy_ones = 0
+    n_lazy = 0
     for lazy in (False, True):
         for prompt in prompts:
             usual = usual_replies[prompt.example.extra["answer_type"]]
             r = demo.write_rollout(task, prompt, processor, usual if lazy else "")
-            own = [token for token, mine in zip(r.response, r.response_mask, strict=True) if mine]
-            responses = processor.tokenizer.decode(own).split("<|im_end|>")[:-1]
+            tokens = [token for token, is_sampled in zip(r.response, r.response_mask, strict=True) if is_sampled]
+            responses = processor.tokenizer.decode(tokens).split("<|im_end|>")[:-1]
             assert len(responses) == r.n_turns <= demo.demo_env_config(task).max_turns and len(r.response) < longest
-            assert r.logprobs == [0.0] * len(own) and r.response.count(processor.image_token_id) == 4 * len(r.images)
+            assert r.logprobs == [0.0] * len(tokens) and r.response.count(processor.image_token_id) == 4 * len(r.images)
             reward = grade(responses[-1], r.prompt.example)["reward"]
-            lazy_ones += responses[-1] == usual and reward < 1
+            n_lazy += responses[-1] == usual and reward < 1
             assert responses == [usual] * r.n_turns if lazy else reward == pytest.approx(1.0)
-    assert lazy_ones > len(prompts) / 2
+    assert n_lazy > len(prompts) / 2
     flags = ("--env", task, "--max-turns", 2)
     assert demo.env_flag_args(task)[:4] == flags and demo.env_flag_args("shapes") == ()
 
 
-def test_the_demo_writes_below_the_folder_that_it_is_started_in(tmp_path, monkeypatch):
-    """Its commands run in the repository."""
+def test_the_demo_writes_below_the_folder_where_it_was_started(tmp_path, monkeypatch):
+    """Paths are absolute, because the demo's commands run in the repository."""
     commands = []
 
-    def begin(words, **more):
-        commands.append(words)
+    def record(command, **options):
+        commands.append(command)
         raise InterruptedError
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo.subprocess, "run", begin)
+    monkeypatch.setattr(demo.subprocess, "Popen", record)
     with pytest.raises(InterruptedError):
         demo.run_demo(Path("d_vqa"), 0, "qwen2_5_vl", short=True)
     assert commands[0][-2:] == ["--out", str(tmp_path / "d_vqa" / "train.parquet")]

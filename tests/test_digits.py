@@ -24,13 +24,13 @@ def pixels(image: Image.Image) -> bytes:
     return image.convert("L").tobytes()
 
 
-def test_the_digits_are_split_whole():
+def test_the_splits_share_no_digit():
     train, test = digits.load_handwritten_digits(False), digits.load_handwritten_digits(True)
     assert len(train) + len(test) == 1797 and 300 < len(test) < 420
     assert not {pixels(image) for image, _ in train} & {pixels(image) for image, _ in test}
-    for found in (train, test):
-        assert {digit for _, digit in found} == set(range(10))
-        for image, digit in found[:50]:
+    for labelled in (train, test):
+        assert {digit for _, digit in labelled} == set(range(10))
+        for image, digit in labelled[:50]:
             ink, paper = image.getextrema()
             assert image.size == (24, 24) and ink < 64 and paper == 255, digit
 
@@ -38,11 +38,11 @@ def test_the_digits_are_split_whole():
 def test_images_of_the_splits_share_no_digit(monkeypatch):
     pasted, paste = set(), Image.Image.paste
 
-    def watched(self, digit, *more):
+    def recording_paste(self, digit, *args):
         pasted.add(pixels(digit))
-        paste(self, digit, *more)
+        paste(self, digit, *args)
 
-    monkeypatch.setattr(Image.Image, "paste", watched)
+    monkeypatch.setattr(Image.Image, "paste", recording_paste)
     used = {}
     for split in ("warm", "train", "test"):
         assert len({row["images"][0]["bytes"] for row in digits.toy(400, split, 0)}) == 400
@@ -54,35 +54,35 @@ def test_images_of_the_splits_share_no_digit(monkeypatch):
 
 
 def test_questions_and_answers_agree(monkeypatch):
-    """The truth, from the digits that were pasted, worked out anew."""
+    """Compute each truth again from the digits in the image."""
     source = digits.load_handwritten_digits(False)
     drawn = []
     monkeypatch.setattr(digits, "load_handwritten_digits", lambda test: source)
     sample = random.Random.sample
 
-    def watched(self, population, k):
+    def recording_sample(self, population, k):
         chosen = sample(self, population, k)
         if population is source:
             drawn.append([digit for _, digit in chosen])
         return chosen
 
-    monkeypatch.setattr(random.Random, "sample", watched)
+    monkeypatch.setattr(random.Random, "sample", recording_sample)
     scenes = digits.scenes("train", 3)
     for _ in range(300):
-        [image], asked = next(scenes)
+        [image], questions = next(scenes)
         values = drawn[-1]
         start = "<image>Answer in \\boxed{}. "
-        assert all(prompt.startswith(start) for _, prompt, _, _ in asked)
-        assert all(reply.endswith(f"</think>\\boxed{{{truth}}}") for _, _, reply, truth in asked)
-        (count, exists, largest, total) = ((kind, prompt[len(start) :], truth) for kind, prompt, _, truth in asked)
+        assert all(prompt.startswith(start) for _, prompt, _, _ in questions)
+        assert all(reply.endswith(f"</think>\\boxed{{{truth}}}") for _, _, reply, truth in questions)
+        (count, exists, largest, total) = ((kind, prompt[len(start) :], truth) for kind, prompt, _, truth in questions)
         assert Image.open(io.BytesIO(image)).size == (56, 56) and 1 <= len(values) <= 4
         assert count == ("count", "How many digits are there?", str(len(values)))
         assert largest[2] == str(max(values)) and total[2] == str(sum(values))
         assert exists[2] == ("yes" if int(exists[1][len("Is there a ")]) in values else "no")
 
 
-def test_the_ink_is_what_is_counted():
-    """As many separate digits as the answer says: each in a cell of its own, none cut off."""
+def test_the_image_shows_as_many_digits_as_counted():
+    """The image shows as many digits as the answer says, each in its own cell and none cut off."""
     for row in digits.toy(40, "train", 1):
         if row["extra_info"]["answer_type"] == "count":
             image = Image.open(io.BytesIO(row["images"][0]["bytes"])).convert("L")
@@ -91,15 +91,15 @@ def test_the_ink_is_what_is_counted():
             assert sum(cell.getextrema()[0] < 64 for cell in cells) == int(row["reward_model"]["ground_truth"])
 
 
-def test_toy_is_the_same_again_and_no_answer_is_usual():
+def test_toy_is_reproducible_and_no_answer_is_too_frequent():
     rows = list(digits.toy(400, "train", 0))
     assert rows == list(digits.toy(400, "train", 0)) and rows[:40] == list(digits.toy(40, "train", 0))
     assert rows[0]["images"] != next(digits.toy(1, "train", 1))["images"]
     assert [row["extra_info"]["answer_type"] for row in rows[:4]] == list(digits.ANSWER_TYPES)
-    for kind, most in (("count", 0.4), ("exists", 0.65), ("largest", 0.4), ("sum", 0.2)):
-        of_kind = [row for row in rows if row["extra_info"]["answer_type"] == kind]
-        answers = [row["reward_model"]["ground_truth"] for row in of_kind]
-        assert max(answers.count(a) for a in answers) <= most * len(answers)
+    for kind, max_share in (("count", 0.4), ("exists", 0.65), ("largest", 0.4), ("sum", 0.2)):
+        rows_of_kind = [row for row in rows if row["extra_info"]["answer_type"] == kind]
+        answers = [row["reward_model"]["ground_truth"] for row in rows_of_kind]
+        assert max(answers.count(a) for a in answers) <= max_share * len(answers)
     with pytest.raises(UserError, match="--split 'val': toys have warm, train, test"):
         next(digits.toy(1, "val", 0))
 
@@ -135,7 +135,7 @@ def test_reward(response, truth, question, reward_earned):
     assert grade(response, example(truth, question))["reward"] == pytest.approx(reward_earned)
 
 
-def test_every_answer_is_right_for_itself_alone():
+def test_every_answer_is_right_only_for_itself():
     truths = [str(n) for n in range(37)]
     for truth in truths:
         right = [grade(f"\\boxed{{{answer}}}", example(truth, SUM))["accuracy"] for answer in truths]
@@ -152,15 +152,15 @@ def test_ten_thousand_strings():
     assert (time.process_time() - start) / 10_000 < 0.001
 
 
-def test_file(tmp_path):
+def test_parquet_file_holds_valid_examples(tmp_path):
     out = tmp_path / "digits.parquet"
     main(parse_args(["digits", "--toy", "--n", "20", "--split", "test", "--out", str(out)]))
-    found, _ = read_examples(out, DataFormatConfig())
-    assert check_tasks(found) == {"digits": 20} and found[0].uid == "digits-test-0-0"
-    assert all(grade(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in found)
+    examples, _ = read_examples(out, DataFormatConfig())
+    assert check_tasks(examples) == {"digits": 20} and examples[0].uid == "digits-test-0-0"
+    assert all(grade(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in examples)
     question = "<image>Answer in \\boxed{}. How many digits are there?"
-    assert found[0].messages == [{"role": "user", "content": question}]
-    assert found[0].extra["answer_type"] == "count" and found[0].extra["split"] == "test"
+    assert examples[0].messages == [{"role": "user", "content": question}]
+    assert examples[0].extra["answer_type"] == "count" and examples[0].extra["split"] == "test"
 
 
 def test_without_scikit_learn(monkeypatch):

@@ -1,7 +1,7 @@
-"""docs/tasks.md: each command is run, in an empty folder, and prints what the page says that it prints.
+"""docs/tasks.md: each command runs in an empty folder and prints the output that the page shows.
 
-A line `    $ python ...` is a command, the indented lines below it are pieces of its output, in order. One with a `#`
-behind it takes minutes or needs what is not there: its flags are checked, no more. A block behind "`NAME`:" is a file.
+A line `    $ python ...` is a command; the indented lines below it are pieces of its output, in order. A command that
+takes minutes or needs missing files has a `#` comment: only its flags are checked. A block after "`NAME`:" is a file.
 """
 
 import doctest
@@ -28,22 +28,22 @@ SCRIPTS |= {"prepare_data.py": prepare_data, "train.py": train}
 
 
 def sections(page: str = PAGE) -> dict[str, str]:
-    """Name of a section -> its text; what stands in front of the first is ""."""
+    """Return the text of each section by its name. The text before the first section has the name ""."""
     parts = re.split(r"^## ", page, flags=re.M)
     return {"": parts[0]} | {re.match("[^:\n]*", part)[0]: part for part in parts[1:]}
 
 
 def commands(text: str) -> list[tuple[list[str], str, list[str]]]:
-    """(words, mark, lines of output) of each command in a text."""
-    found: list[tuple[list[str], str, list[str]]] = []
+    """Return (words, comment, lines of output) of each command in a text."""
+    parsed: list[tuple[list[str], str, list[str]]] = []
     for line in re.sub(r"^```.*?^```", "", text, flags=re.S | re.M).splitlines():
         if line.startswith("    $ python "):
             words = shlex.split(line.removeprefix("    $ "), comments=True)
-            mark = line.partition("  # ")[2]
-            found.append((words, mark, []))
+            comment = line.partition("  # ")[2]
+            parsed.append((words, comment, []))
         elif line.startswith("    ") and line.strip():
-            found[-1][2].append(line.strip())
-    return found
+            parsed[-1][2].append(line.strip())
+    return parsed
 
 
 def write_files(text: str, folder: Path) -> None:
@@ -52,45 +52,45 @@ def write_files(text: str, folder: Path) -> None:
 
 
 def run(words: list[str], capsys) -> str:
-    """What a command prints; in this process, which has everything imported."""
+    """Run a command and return its output; scripts run in this process, which has already imported everything."""
     if words[1] == "-c":
         return subprocess.run([sys.executable, *words[1:]], check=True, capture_output=True, text=True).stdout
     module = SCRIPTS[words[1]]
     capsys.readouterr()
-    given = module.parse_args(words[2:])
-    module.main(given)
+    args = module.parse_args(words[2:])
+    module.main(args)
     return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [name for name in sections() if name])
-def test_the_commands_of_a_section(name, tmp_path, monkeypatch, capsys):
+def test_the_commands_of_a_section_print_what_the_page_shows(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evaluate, "resolve_model", lambda *_: ("", None, {}))  # which opens the model
-    head, text = sections()[""], sections()[name]
-    for words, mark, _ in commands(head):
-        if not mark and words[1] == "-c":  # the images of the examples
+    monkeypatch.setattr(evaluate, "resolve_model", lambda *_: ("", None, {}))  # it would open the model
+    introduction, text = sections()[""], sections()[name]
+    for words, comment, _ in commands(introduction):
+        if not comment and words[1] == "-c":  # it writes the images of the examples
             run(words, capsys)
     write_files(text, tmp_path)
-    ran = 0
-    for words, mark, wanted in commands(text):
-        if mark:
+    n_run = 0
+    for words, comment, wanted in commands(text):
+        if comment:
             SCRIPTS[words[1]].parse_args(words[2:])
             continue
         printed = run(words, capsys)
-        ran += 1
-        at = 0
+        n_run += 1
+        position = 0
         for line in wanted:
-            assert line in printed[at:], f"{shlex.join(words)}: no {line!r} in\n{printed}"
-            at = printed.index(line, at) + len(line)
+            assert line in printed[position:], f"{shlex.join(words)}: no {line!r} in\n{printed}"
+            position = printed.index(line, position) + len(line)
         if "--out" in words:
             assert (tmp_path / words[words.index("--out") + 1]).is_file()
-    assert ran
+    assert n_run
 
 
-def test_the_commands_of_the_head(tmp_path, monkeypatch, capsys):
+def test_the_commands_of_the_introduction_write_its_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for words, mark, _ in commands(sections()[""]):
-        if mark:
+    for words, comment, _ in commands(sections()[""]):
+        if comment:
             SCRIPTS[words[1]].parse_args(words[2:])
         else:
             run(words, capsys)
@@ -100,15 +100,15 @@ def test_the_commands_of_the_head(tmp_path, monkeypatch, capsys):
 def test_a_wrong_command_of_the_page_is_noticed():
     with pytest.raises(SystemExit):
         demo.parse_args(["run", "--tsk", "vqa", "--out", "x"])
-    told = "    $ python prepare_data.py vqa --out x  # needs data\n    $ python -c 'print(1)'\n    1\n"
-    assert commands(told) == [
+    text = "    $ python prepare_data.py vqa --out x  # needs data\n    $ python -c 'print(1)'\n    1\n"
+    assert commands(text) == [
         (["python", "prepare_data.py", "vqa", "--out", "x"], "needs data", []),
         (["python", "-c", "print(1)"], "", ["1"]),
     ]
 
 
 @pytest.mark.parametrize("name", [name for name in sections() if ">>>" in sections()[name]])
-def test_the_answers_of_a_section(name):
+def test_the_doctests_of_a_section_pass(name):
     test = doctest.DocTestParser().get_doctest(sections()[name], {}, name, "docs/tasks.md", 0)
     result = doctest.DocTestRunner().run(test)
     assert result.attempted and not result.failed
@@ -118,5 +118,4 @@ def test_every_task_has_a_section_and_a_row():
     tasks = {task.name for task in prepare_data.TASKS.values()} if prepare_data.find_tasks() else set()
     assert tasks == set(sections()) - {""}
     readme = (ROOT / "README.md").read_text()
-    first_cells = "".join(re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", readme, re.M))
-    assert tasks <= set(re.findall(r"`(\w+)`", first_cells))
+    assert tasks <= set(re.findall(r"`(\w+)`", readme)) and tasks <= set(re.findall(r"^\| \[(\w+)\]", PAGE, re.M))

@@ -1,6 +1,6 @@
-"""docs/environments.md: its file is played by its commands, and says of flags, ends and metrics what is so.
+"""docs/environments.md: its commands run with its example file, and its flags, end reasons and metrics match the code.
 
-Commands are written and marked as in docs/tasks.md, see test_docs.py.   pytest tests/test_environments_page.py
+Commands are written and marked as in docs/tasks.md; see test_docs.py.   pytest tests/test_environments_page.py
 """
 
 import json
@@ -23,10 +23,11 @@ from rewards.grade import grade
 from rollout import EPISODE_END_REASONS, EnvConfig, make_env_factory
 
 PAGE = (ROOT / "docs" / "environments.md").read_text()
-OWN = sections(PAGE)["Write your own"]
-COST = 0.05  # of the page's --env-settings
+EXAMPLE = sections(PAGE)["Write your own"]
+GYMNASIUM = sections(PAGE)["Gymnasium environments"]
+COST = 0.05  # as in the page's --env-settings
 
-# All commands in one process, which imports everything once
+# Run all commands in one process, so that everything is imported once
 RUN = """
 import importlib, json, sys
 import torch.distributed as dist
@@ -39,20 +40,20 @@ for script, *words in json.loads(sys.argv[1]):
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory):
-    """The folder in which the page's commands ran."""
+def run_folder(tmp_path_factory):
+    """Run the page's commands. Return the folder in which they ran."""
     folder = tmp_path_factory.mktemp("own")
-    write_files(OWN, folder)
-    found = [(words[1:], wanted) for words, mark, wanted in commands(OWN) if not mark]
+    write_files(EXAMPLE + GYMNASIUM, folder)
+    runs = [(words[1:], expected) for words, mark, expected in commands(EXAMPLE + GYMNASIUM) if not mark]
     script = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}){RUN}"]
-    script.append(json.dumps([words for words, _ in found]))
+    script.append(json.dumps([words for words, _ in runs]))
     done = subprocess.run(script, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    at, printed = 0, done.stdout + done.stderr
-    for line in [line for _, wanted in found for line in wanted]:
-        assert line in printed[at:], f"no {line!r} in\n{printed[at:]}"
-        at = printed.index(line, at)
-    assert {"prepare_data.py", "demo.py", "train.py", "eval.py"} == {words[0] for words, _ in found}
+    position, printed = 0, done.stdout + done.stderr
+    for line in [line for _, expected in runs for line in expected]:
+        assert line in printed[position:], f"no {line!r} in\n{printed[position:]}"
+        position = printed.index(line, position)
+    assert {"prepare_data.py", "demo.py", "train.py", "eval.py"} == {words[0] for words, _ in runs}
     return folder
 
 
@@ -60,24 +61,25 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_what_was_trained_on_is_what_the_page_says(played):
-    examples, _ = read_examples(str(played / "shapes.parquet"), DataFormatConfig())
+def test_training_uses_the_rewards_that_the_page_describes(run_folder):
+    examples, _ = read_examples(str(run_folder / "shapes.parquet"), DataFormatConfig())
     by_uid = {example.uid: example for example in examples}
-    logged = rows(played / "out" / "uncover" / "metrics.jsonl")
+    logged = rows(run_folder / "out" / "uncover" / "metrics.jsonl")
     assert [row["step"] for row in logged] == [1, 2]
-    groups = rows(played / "out" / "uncover" / "rollouts" / "step_000001.jsonl")
+    groups = rows(run_folder / "out" / "uncover" / "rollouts" / "step_000001.jsonl")
     samples = [sample for group in groups for sample in group["samples"]]
     for group in groups:
         rewards = []
         for sample in group["samples"]:
-            looks = sum(message["role"] == "user" for message in sample["messages"])
-            assert sample["turns"] == looks + 1 == len(sample["messages"]) - looks
-            paid = sample["turns"] - (sample["ended_by"] == "done")  # also for what was not shown any more
+            n_observations = sum(message["role"] == "user" for message in sample["messages"])
+            assert sample["turns"] == n_observations + 1 == len(sample["messages"]) - n_observations
+            # a request also costs if the episode ends before its observation is shown
+            paid = sample["turns"] - (sample["ended_by"] == "done")
             assert sample["rewards"]["environment"] == pytest.approx(-COST * paid)
-            own = grade(sample["text"], by_uid[group["uid"]], finish_reason=sample["finish_reason"])
-            rewards.append(own["reward"] - COST * paid)
+            graded = grade(sample["text"], by_uid[group["uid"]], finish_reason=sample["finish_reason"])
+            rewards.append(graded["reward"] - COST * paid)
             assert sample["rewards"]["reward"] == pytest.approx(rewards[-1])
-            assert sample["rewards"]["accuracy"] == own["accuracy"]
+            assert sample["rewards"]["accuracy"] == graded["accuracy"]
         for sample, reward in zip(group["samples"], rewards, strict=True):
             gap = (reward - fmean(rewards)) / (stdev(rewards) + 1e-6)
             assert sample["advantage"] == pytest.approx(gap, abs=1e-4)
@@ -85,41 +87,41 @@ def test_what_was_trained_on_is_what_the_page_says(played):
     assert logged[0]["episode/images"] == logged[0]["episode/turns"] - 1
     paid = [sample["rewards"]["environment"] for sample in samples]
     assert logged[0]["reward/environment"] == pytest.approx(fmean(paid))
-    for why in EPISODE_END_REASONS:
-        assert logged[0][f"episode/ended_by/{why}"] == fmean(sample["ended_by"] == why for sample in samples)
+    for reason in EPISODE_END_REASONS:
+        assert logged[0][f"episode/ended_by/{reason}"] == fmean(sample["ended_by"] == reason for sample in samples)
 
 
-def test_the_metrics_of_episodes_are_documented(played):
+def test_the_metrics_of_episodes_are_documented(run_folder):
     metrics = (ROOT / "docs" / "metrics.md").read_text()
-    logged = rows(played / "out" / "uncover" / "metrics.jsonl")
+    logged = rows(run_folder / "out" / "uncover" / "metrics.jsonl")
     of_episodes = {name for row in logged for name in row if "episode/" in name}
     assert len(of_episodes) >= 4 + len(EPISODE_END_REASONS)
     for name in {*of_episodes, "episode/errors", "episode/timeouts", "reward/environment"}:
         assert f"`{re.sub('ended_by/.*', 'ended_by/*', name)}`" in metrics, name
 
 
-def test_the_evaluation_shows_turns_with_their_images(played):
-    out = played / "out" / "uncover" / "eval"
+def test_the_evaluation_shows_turns_with_their_images(run_folder):
+    out = run_folder / "out" / "uncover" / "eval"
     summary = json.loads((out / "eval.json").read_text())
     assert (summary["n"], summary["samples"]) == (2, 2)
     assert set(summary["ended_by"]) <= set(EPISODE_END_REASONS) and sum(summary["ended_by"].values()) == pytest.approx(
         1
     )
     page = (out / "report.html").read_text()
-    asked_for = round(4 * (summary["turns"] - 1))
-    assert page.count("<img ") == 2 + asked_for and page.count(">And now?") == asked_for > 0
-    assert page.count("You see a quarter of the image.") == 2  # of each prompt
+    n_observations = round(4 * (summary["turns"] - 1))
+    assert page.count("<img ") == 2 + n_observations and page.count(">And now?") == n_observations > 0
+    assert page.count("You see a quarter of the image.") == 2  # once in each prompt
 
 
-def test_the_environment_of_the_page_by_hand(played):
-    env = make_env_factory(EnvConfig(env=f"{played / 'uncover.py'}:Uncover", env_settings=("cost=0.5",))).make()
-    examples, _ = read_examples(str(played / "shapes.parquet"), DataFormatConfig())
+def test_the_pages_environment_by_hand(run_folder):
+    env = make_env_factory(EnvConfig(env=f"{run_folder / 'uncover.py'}:Uncover", env_settings=("cost=0.5",))).make()
+    examples, _ = read_examples(str(run_folder / "shapes.parquet"), DataFormatConfig())
     messages, quarters = env.reset(examples[0])
     assert messages[1:] == list(examples[0].messages) and messages[0]["role"] == "system"
     for _ in range(3):
-        told = env.step("more")
-        assert told.reward == -0.5 and not told.done
-        quarters += told.images
+        observation = env.step("more")
+        assert observation.reward == -0.5 and not observation.done
+        quarters += observation.images
     assert env.step("more").done and env.step(r"\boxed{3}").done
     whole = examples[0].pil_images[0]
     together = Image.new("RGB", whole.size)
@@ -128,18 +130,34 @@ def test_the_environment_of_the_page_by_hand(played):
     assert together.tobytes() == whole.tobytes()
 
 
-def test_it_is_short_and_the_marked_commands_have_flags_that_are_there(monkeypatch):
-    monkeypatch.setattr(evaluate, "resolve_model", lambda *_: ("", None, {}))  # which opens the model
-    [block] = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+def test_the_example_of_gymnasium_by_hand(run_folder):
+    env = make_env_factory(EnvConfig(env=f"{run_folder / 'arrow.py'}:Arrow")).make()
+    examples, _ = read_examples(str(run_folder / "shapes.parquet"), DataFormatConfig())
+    sides = set()
+    for example in examples:
+        text, [image] = env.reset(example)
+        assert text == "<image>Is the square left or right?" and image.size == (56, 56)
+        side = "left" if image.getpixel((1, 28)) == (255, 255, 255) else "right"
+        assert env.step("I do not know") == Observation("No. Look again.", [], 0.0, False)
+        assert env.step(f"It is {side}.") == Observation("", [], 1.0, True)
+        sides.add(side)
+    assert sides == {"left", "right"}
+    [row] = rows(run_folder / "out" / "arrow" / "metrics.jsonl")
+    assert row["episode/errors"] == 0 and row["episode/turns"] >= 1
+
+
+def test_the_example_is_short_and_marked_commands_have_valid_flags(monkeypatch):
+    monkeypatch.setattr(evaluate, "resolve_model", lambda *_: ("", None, {}))  # it would open the model
+    [block] = re.findall(r"```python\n(.*?)```", EXAMPLE, re.S)
     assert len(block.splitlines()) <= 22 and len([line for line in block.splitlines() if line]) <= 20
-    told = commands(OWN) + commands(sections(PAGE)["Built-in environments"])
-    marked = [words for words, mark, _ in told if mark]
+    page_commands = commands(EXAMPLE) + commands(sections(PAGE)["Built-in environments"])
+    marked = [words for words, mark, _ in page_commands if mark]
     assert len(marked) == 5
     for words in marked:
         SCRIPTS[words[1]].parse_args(words[2:])
 
 
-def test_tables_and_numbers_are_those_of_the_code():
+def test_tables_and_numbers_match_the_code():
     cells = dict(re.findall(r"^\| `--([a-z-]+)` \| (.*?) \|", PAGE, re.M))
     for field in fields(EnvConfig):
         default = cells[field.name.replace("_", "-")].strip("`")

@@ -1,4 +1,4 @@
-"""Environments that ship, played by hand: calls, crops, values, distances.   pytest tests/test_envs.py"""
+"""Tests of the built-in environments: tool calls, crops, calculated values, distances.   pytest tests/test_envs.py"""
 
 import io
 import itertools
@@ -36,11 +36,11 @@ def example(task, prompt="What is it?", images=(), truth="1", **extra):
 
 
 def toy_examples(task, n, split="train"):
-    """Of the scenes, every question."""
-    found = []
-    for images, asked in itertools.islice(ENVS[task][0].scenes(split, 5), n):
-        found += [example(task, prompt, images, truth, answer_type=kind) for kind, prompt, _, truth in asked]
-    return found
+    """Return an example of every question about the first n scenes."""
+    examples = []
+    for images, questions in itertools.islice(ENVS[task][0].scenes(split, 5), n):
+        examples += [example(task, prompt, images, truth, answer_type=kind) for kind, prompt, _, truth in questions]
+    return examples
 
 
 def noise(width, height, seed=0):
@@ -48,32 +48,32 @@ def noise(width, height, seed=0):
 
 
 def play(task, e, policy, turns):
-    """(responses, texts of the observations, their rewards, is it over?) of an episode."""
+    """Play an episode; return its responses, the observations' texts, the rewards and whether it ended."""
     module, make = ENVS[task]
     env = make()
     env.reset(e)
     responses, observations, rewards = [], [], []
     for _ in range(turns):
         responses.append(policy(e, responses, observations))
-        told = env.step(responses[-1])
-        rewards.append(told.reward)
-        if told.done:
+        observation = env.step(responses[-1])
+        rewards.append(observation.reward)
+        if observation.done:
             return responses, observations, rewards, True
-        observations.append(told.messages)
+        observations.append(observation.messages)
     return responses, observations, rewards, False
 
 
-# --- all of them --------------------------------------------------------------------------------------------------
+# --- all environments ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", ENVS)
-def test_the_expert_earns_all_there_is_and_one_who_never_asks_does_not(task):
+def test_the_expert_earns_the_full_reward_and_a_policy_that_never_asks_does_not(task):
     module, _ = ENVS[task]
     blind = []
     for e in toy_examples(task, 60):
-        responses, observations, rewards, over = play(task, e, module.expert, module.ENV["max_turns"])
+        responses, observations, rewards, ended = play(task, e, module.expert, module.ENV["max_turns"])
         assert grade(responses[-1], e)["reward"] == pytest.approx(1.0) and rewards == [0.0] * len(responses)
-        assert over or task == "guess_the_place"  # whose second guess may be right without being the last allowed
+        assert ended or task == "guess_the_place"  # its second guess may be right without ending the episode
         usual = getattr(module, "USUAL", {}).get(e.extra["answer_type"], module.expert(e, [], []))
         blind.append(grade(usual, e)["reward"])
     assert sum(blind) / len(blind) < 0.75
@@ -88,26 +88,26 @@ def test_a_file_holds_one_environment_and_a_task_of_its_name(task, tmp_path):
     main(parse_args([task, "--toy", "--n", "8", "--split", "test", "--out", str(file)]))
     rows, _ = read_examples(str(file), DataFormatConfig())
     assert {e.data_source for e in rows} == {task} and len(rows) == 8
-    again = {(e.messages[0]["content"], e.ground_truth) for e in toy_examples(task, 300, "test")}
-    texts = {prompt for prompt, _ in again}
+    known = {(e.messages[0]["content"], e.ground_truth) for e in toy_examples(task, 300, "test")}
+    texts = {prompt for prompt, _ in known}
     assert all(e.messages[0]["content"] in texts for e in rows)
 
 
 @pytest.mark.parametrize("task", ENVS)
-def test_reset_says_the_same_twice_and_leaves_the_example_alone(task):
+def test_reset_is_deterministic_and_leaves_the_example_unchanged(task):
     [e, *_] = toy_examples(task, 1)
     before = json.dumps(e.messages)
-    shown = []
+    results = []
     for _ in range(2):
         messages, images = ENVS[task][1]().reset(e)
         as_bytes = [image if isinstance(image, bytes) else image.tobytes() for image in images]
-        shown.append((messages, as_bytes))
-    assert shown[0] == shown[1] and json.dumps(e.messages) == before
-    assert messages == e.messages  # the toy's prompt says how to ask
+        results.append((messages, as_bytes))
+    assert results[0] == results[1] and json.dumps(e.messages) == before
+    assert messages == e.messages  # the toy's prompt already has the instruction
 
 
 @pytest.mark.parametrize("task, tag", [("look_closer", "<look>"), ("calculator", "<calc>"), ("guess_the_place", "far")])
-def test_a_prompt_that_does_not_say_how_to_ask_is_told(task, tag):
+def test_reset_adds_the_instruction_to_a_prompt_that_lacks_it(task, tag):
     truth = json.dumps({"lat": 1.0, "lon": 2.0})
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>How many?"}]
     e = Example("row", task, messages, [encode_png(noise(30, 30))], truth, {})
@@ -126,26 +126,26 @@ HOSTILE += ['{"lat": ' * 2000, "lat: nan, lon: inf", "lat: 91, lon: 0", "coordin
 
 
 @pytest.mark.parametrize("task", ENVS)
-def test_no_response_breaks_an_environment_or_is_repeated(task):
-    """What a policy wrote never comes back: its marks of images and special tokens would be read as such."""
+def test_no_response_breaks_an_environment_or_is_repeated_by_it(task):
+    """Observations never repeat a response, because its image marks and special tokens would be read as such."""
     [e, *_] = toy_examples(task, 1)
     rng = random.Random(0)
-    made = ["".join(rng.choices(string.printable + "<look>calc/0.:,", k=rng.randint(0, 80))) for _ in range(300)]
-    made += [f"<look>{text}</look><calc>{text}</calc>" for text in made]
+    responses = ["".join(rng.choices(string.printable + "<look>calc/0.:,", k=rng.randint(0, 80))) for _ in range(300)]
+    responses += [f"<look>{text}</look><calc>{text}</calc>" for text in responses]
     began = time.perf_counter()
-    for response in HOSTILE + made:
+    for response in HOSTILE + responses:
         env = ENVS[task][1]()
         env.reset(e)
-        told = env.step(response)
-        assert told.messages.count("<image>") == len(told.images) <= env.images_per_turn
-        assert len(told.messages) < 200 and "<|" not in told.messages and math.isfinite(told.reward)
-        assert told.done == (told.messages == "")
-        assert all(1 <= min(image.size) and max(image.size) <= 56 for image in told.images)
+        result = env.step(response)
+        assert result.messages.count("<image>") == len(result.images) <= env.images_per_turn
+        assert len(result.messages) < 200 and "<|" not in result.messages and math.isfinite(result.reward)
+        assert result.done == (result.messages == "")
+        assert all(1 <= min(image.size) and max(image.size) <= 56 for image in result.images)
     assert time.perf_counter() - began < 20
 
 
 def test_environments_and_their_rewards_need_no_torch():
-    """Processes that grade import them."""
+    """Processes that grade responses import them."""
     code = "import reward, sys; reward.load_tasks(); print('envs.look_closer' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
@@ -154,13 +154,13 @@ def test_environments_and_their_rewards_need_no_torch():
 # --- look closer --------------------------------------------------------------------------------------------------
 
 
-def looked(image, call, **settings):
-    """What a call shows of an image, or what it is told."""
+def look(image, call, **settings):
+    """Return the part of an image that a call shows, or the message that it gets."""
     env = look_closer.LookCloser(**{"view": 10_000, "crop": 10_000} | settings)
     env.reset(example("look_closer", "<image>?", [encode_png(image)]))
-    told = env.step(f"Let me see. <look>{call}</look>")
-    assert not told.done
-    return told.images[0] if told.images else told.messages
+    observation = env.step(f"Let me see. <look>{call}</look>")
+    assert not observation.done
+    return observation.images[0] if observation.images else observation.messages
 
 
 @pytest.mark.parametrize("call, pixels", [
@@ -170,13 +170,13 @@ def looked(image, call, **settings):
     ("top center", (30, 0, 90, 40)), ("middle right", (60, 20, 120, 60)),
     ("0 0 1 1", (0, 0, 120, 80)), ("0.1 0.2 0.6 0.7", (12, 16, 72, 56)), ("[0.1, 0.2, 0.6, 0.7]", (12, 16, 72, 56)),
     ("10% 20% 60% 70%", (12, 16, 72, 56)), ("1: .1; .2; .6; .7", (12, 16, 72, 56)), ("-1 0.5 0.5 9", (0, 40, 60, 80)),
-    ("0.7 0.7 0.71 0.71", (84, 56, 86, 57)),  # 0.7 of 120 and 0.7 of 80 are no floats: a pixel less, or more
+    ("0.7 0.7 0.71 0.71", (84, 56, 86, 57)),  # float rounding of 0.7 * 120 and 0.7 * 80 costs or adds no pixel
     ("0.001 0.001 0.002 0.002", (0, 0, 1, 1)),
 ])  # fmt: skip
 def test_a_crop_is_the_originals_pixels(call, pixels):
     image = noise(120, 80)
     left, top, right, bottom = pixels
-    shown = looked(image, call)
+    shown = look(image, call)
     assert shown.size == (right - left, bottom - top)
     for x, y in itertools.product(range(shown.width), range(shown.height)):
         assert shown.getpixel((x, y)) == image.getpixel((left + x, top + y))
@@ -188,25 +188,25 @@ def test_a_crop_is_the_originals_pixels(call, pixels):
     ("0.6 0.2 0.1 0.7", "empty"), ("0.5 0.5 0.5 0.9", "empty"), ("2 2 3 3", "empty"), ("2: top left", "no such image"),
     ("0: top left", "no such image"), ("x: top left", "no such image"), ("top left" * 99, "too long"),
 ])  # fmt: skip
-def test_a_wrong_call_is_told_why(call, why):
-    told = looked(noise(120, 80), call)
-    assert why in told and told.endswith(look_closer.LOOK_AGAIN)
+def test_a_wrong_call_gets_the_reason(call, why):
+    message = look(noise(120, 80), call)
+    assert why in message and message.endswith(look_closer.LOOK_AGAIN)
 
 
 def test_boxes_may_have_another_scale_and_images_are_counted_from_one():
     image, other = noise(50, 40), noise(70, 20, 1)
-    assert looked(image, "500 500 1000 1000", scale=1000).tobytes() == image.crop((25, 20, 50, 40)).tobytes()
+    assert look(image, "500 500 1000 1000", scale=1000).tobytes() == image.crop((25, 20, 50, 40)).tobytes()
     assert "100 200 600 700</look>" in look_closer.make_instruction(
         1000
     ) and "from 0 to 1000" in look_closer.make_instruction(1000)
     env = look_closer.LookCloser(cost=0.25)
     env.reset(example("look_closer", "<image><image>?", [encode_png(image), encode_png(other)]))
-    told = env.step("<look>top left</look><look>Image 2: right</look>")  # the last one counts
-    assert told.images[0].tobytes() == other.crop((35, 0, 70, 20)).tobytes() and told.reward == -0.25
+    observation = env.step("<look>top left</look><look>Image 2: right</look>")  # the last call counts
+    assert observation.images[0].tobytes() == other.crop((35, 0, 70, 20)).tobytes() and observation.reward == -0.25
     assert env.step("<look>").reward == -0.25 and env.step(r"\boxed{3}").reward == 0.0
 
 
-def test_sizes_have_limits_and_a_pixel_is_the_mean_of_those_it_stands_for():
+def test_images_are_limited_in_size_and_downscaled_by_averaging():
     image = noise(80, 40)
     env = look_closer.LookCloser(view=20, crop=10)
     _, [view] = env.reset(example("look_closer", "<image>?", [encode_png(image)]))
@@ -219,8 +219,8 @@ def test_sizes_have_limits_and_a_pixel_is_the_mean_of_those_it_stands_for():
     assert look_closer.downscale(image, 80) is image and look_closer.downscale(noise(300, 2), 100).size == (100, 1)
 
 
-def test_a_part_that_no_model_takes_is_refused():
-    assert "too thin" in looked(noise(400, 300), "0 0 1 0.003")
+def test_a_crop_that_no_model_takes_is_refused():
+    assert "too thin" in look(noise(400, 300), "0 0 1 0.003")
     with pytest.raises(UserError, match="row 'row' has no image"):
         look_closer.LookCloser().reset(example("look_closer"))
 
@@ -232,7 +232,7 @@ def test_settings_of_look_closer_are_checked(name, wrong):
 
 
 def test_the_view_of_a_toy_is_the_same_whatever_the_answers_are():
-    """Bit for bit: what is right cannot be seen without a look, and can with one."""
+    """The views are equal bit for bit, so the answer cannot be seen without a look; the full-size quadrants differ."""
     for seed in range(4):
         views, parts = set(), set()
         for patterns in itertools.product(look_closer.PATTERNS, repeat=4):
@@ -244,8 +244,8 @@ def test_the_view_of_a_toy_is_the_same_whatever_the_answers_are():
     assert view.width == 2 * quadrant.width // 4
 
 
-def test_patterns_are_what_they_are_called():
-    """By neighbours two pixels on, not by the generator: equal along a stripe, other across it."""
+def test_patterns_are_drawn_as_named():
+    """Patterns are read from pixels: those two apart are equal along a stripe and differ across it."""
     for e in toy_examples("look_closer", 12):
         image = Image.open(io.BytesIO(e.images[0])).convert("RGB")
         corners = itertools.product((0, 56), repeat=2)
@@ -266,38 +266,38 @@ def test_patterns_are_what_they_are_called():
 # --- calculator ---------------------------------------------------------------------------------------------------
 
 
-def value(text):
+def calculate(text):
     env = calculator.Calculator(cost=0.125)
-    told = env.step(f"So <calc>{text}</calc>")
-    assert not told.done and told.reward == -0.125
-    return told.messages
+    observation = env.step(f"So <calc>{text}</calc>")
+    assert not observation.done and observation.reward == -0.125
+    return observation.messages
 
 
 def test_values_are_those_of_fractions():
-    """Random expressions, built with their value in exact fractions."""
+    """Random expressions have the value that exact fractions give."""
     rng = random.Random(1)
 
-    def made(depth):
+    def make_expression(depth):
         if depth == 0:
             number = rng.choice([str(rng.randint(0, 9999)), f"{rng.randint(0, 99)}.{rng.randint(0, 99):02}"])
             return number, Fraction(number)
-        (a, x), (b, y) = made(rng.randrange(depth)), made(rng.randrange(depth))
+        (a, x), (b, y) = make_expression(rng.randrange(depth)), make_expression(rng.randrange(depth))
         sign = rng.choice("+-*/" if y else "+-*")
         return f"({a}) {sign} ({b})", {"+": x + y, "-": x - y, "*": x * y, "/": x / (y or 1)}[sign]
 
-    seen = 0
+    n_exact = 0
     for _ in range(400):
-        text, true = made(3)
-        told = value(text)
-        assert Fraction(told) == true or abs(Fraction(told) - true) <= abs(true) * Fraction(5, 10**12), text
-        seen += Fraction(told) == true
-    assert seen > 150
+        text, exact = make_expression(3)
+        output = calculate(text)
+        assert Fraction(output) == exact or abs(Fraction(output) - exact) <= abs(exact) * Fraction(5, 10**12), text
+        n_exact += Fraction(output) == exact
+    assert n_exact > 150
     by_hand = {"12*(3+4)": "84", "2^10": "1024", "9999*9999": "99980001", "1/3": "0.333333333333", "-3--4": "1"}
     by_hand |= {"2/3": "0.666666666667", "10^15": "1E+15", "0*5": "0", "50%": "0.5"}
-    assert {text: value(text) for text in by_hand} == by_hand
-    assert float(value("sqrt(2)")) == pytest.approx(math.sqrt(2), rel=1e-11)
-    assert float(value(r"\frac{\pi}{4}")) == pytest.approx(math.pi / 4, rel=1e-11)
-    assert float(value("1/3000000")) == pytest.approx(1 / 3e6, rel=1e-11)
+    assert {text: calculate(text) for text in by_hand} == by_hand
+    assert float(calculate("sqrt(2)")) == pytest.approx(math.sqrt(2), rel=1e-11)
+    assert float(calculate(r"\frac{\pi}{4}")) == pytest.approx(math.pi / 4, rel=1e-11)
+    assert float(calculate("1/3000000")) == pytest.approx(1 / 3e6, rel=1e-11)
 
 
 @pytest.mark.parametrize("text, why", [
@@ -306,11 +306,11 @@ def test_values_are_those_of_fractions():
     ("1/0", "no value"), ("sqrt(-4)", "no value"), ("0^(-1)", "no value"), ("9^9^9^9", "too large"),
     ("1" * 2000, "too long"), ("(" * 200 + "1", "too long"),
 ])  # fmt: skip
-def test_what_cannot_be_reckoned_is_told(text, why):
-    assert why in value(text)
+def test_an_expression_without_a_value_gets_the_reason(text, why):
+    assert why in calculate(text)
 
 
-def test_a_calculation_ends_by_an_answer_and_an_open_tag_is_told():
+def test_an_answer_ends_the_episode_and_an_unclosed_tag_is_reported():
     env = calculator.Calculator()
     assert env.step(r"\boxed{84}").done and env.step("").done
     assert env.step("<calc>1+1").messages == "<calc> has no </calc>."
@@ -319,8 +319,8 @@ def test_a_calculation_ends_by_an_answer_and_an_open_tag_is_told():
         calculator.Calculator(cost=-1)
 
 
-def test_numbers_are_drawn_as_they_are_read():
-    """Every number, against strokes counted from pixels in each digit: 2 of a 1, 7 of an 8."""
+def test_drawn_numbers_are_read_back():
+    """Every number is read back from its drawing. Digit 1 (2 strokes) has the least paint, 8 (7 strokes) the most."""
     from PIL import ImageDraw
 
     paint = {}
@@ -345,84 +345,84 @@ def test_a_calculators_answer_is_graded_by_value():
 # --- guess the place ----------------------------------------------------------------------------------------------
 
 
-def km(lat, lon, other_lat, other_lon):
-    """By the angle between two vectors; the environment has the haversine formula."""
+def vector_distance_km(lat, lon, other_lat, other_lon):
+    """Return the distance from the angle between two vectors; the environment uses the haversine formula."""
     points = []
     for phi, psi in ((math.radians(lat), math.radians(lon)), (math.radians(other_lat), math.radians(other_lon))):
         points.append((math.cos(phi) * math.cos(psi), math.cos(phi) * math.sin(psi), math.sin(phi)))
     return 6371.0088 * math.acos(max(-1.0, min(1.0, sum(a * b for a, b in zip(*points, strict=True)))))
 
 
-def guessed(lat, lon, truth, **settings):
+def make_guess(lat, lon, truth, **settings):
     env = guess_the_place.GuessThePlace(**settings)
     env.reset(example("guess_the_place", truth=json.dumps(dict(zip(("lat", "lon"), truth, strict=True)))))
     return env.step(f"lat: {lat}, lon: {lon}")
 
 
-def test_distances_are_those_of_vectors():
+def test_distances_and_directions_agree_with_vectors():
     rng = random.Random(2)
     for _ in range(200):
         lat, lon, other_lat, other_lon = (round(rng.uniform(-x, x), 3) for x in (89, 179, 89, 179))
-        told = guessed(lat, lon, (other_lat, other_lon)).messages
-        number, wind = re.fullmatch(r"(\d+) km ([a-z]+)\.", told).groups()
-        assert float(number) == pytest.approx(km(lat, lon, other_lat, other_lon), abs=0.6)
-        # a short step that way is nearer by most of its length
+        message = make_guess(lat, lon, (other_lat, other_lon)).messages
+        number, direction = re.fullmatch(r"(\d+) km ([a-z]+)\.", message).groups()
+        assert float(number) == pytest.approx(vector_distance_km(lat, lon, other_lat, other_lon), abs=0.6)
+        # a short step in this direction comes nearer by most of its length
         step = 0.2 / math.cos(math.radians(lat))
-        north = ("north" in wind) - ("south" in wind)
-        east = ("east" in wind) - ("west" in wind)
+        north = ("north" in direction) - ("south" in direction)
+        east = ("east" in direction) - ("west" in direction)
         there = lat + 0.2 * north / math.hypot(north, east), lon + step * east / math.hypot(north, east)
-        nearer = km(lat, lon, other_lat, other_lon) - km(*there, other_lat, other_lon)
-        assert nearer > 0.8 * km(lat, lon, *there)
+        nearer = vector_distance_km(lat, lon, other_lat, other_lon) - vector_distance_km(*there, other_lat, other_lon)
+        assert nearer > 0.8 * vector_distance_km(lat, lon, *there)
 
 
-@pytest.mark.parametrize("guess, wind", [((1, 0), "south"), ((-1, 0), "north"), ((0, 1), "west"), ((0, -1), "east"),
-                                         ((-1, 1), "northwest"), ((0, 179), "west"), ((0, -179), "east")])  # fmt: skip
-def test_directions(guess, wind):
-    assert guessed(*guess, (0, 0)).messages.endswith(f" km {wind}.")
+@pytest.mark.parametrize("guess, point", [((1, 0), "south"), ((-1, 0), "north"), ((0, 1), "west"), ((0, -1), "east"),
+                                          ((-1, 1), "northwest"), ((0, 179), "west"), ((0, -179), "east")])  # fmt: skip
+def test_directions(guess, point):
+    assert make_guess(*guess, (0, 0)).messages.endswith(f" km {point}.")
 
 
-def test_a_near_guess_ends_it_and_others_are_told_how_far():
-    assert guessed(48.86, 2.35, (48.86, 2.36)) == guess_the_place.Observation(done=True)
-    assert guessed(48.86, 2.35, (48.86, 2.36), tolerance_km=0.5).messages == "1 km east."
-    assert guessed(0, 0, (0, 1), directions=False).messages == "111 km."
-    assert guessed(91, 0, (0, 1)).messages == guessed("x", 0, (0, 1)).messages == guess_the_place.NO_GUESS
+def test_a_near_guess_ends_the_episode_and_others_get_the_distance():
+    assert make_guess(48.86, 2.35, (48.86, 2.36)) == guess_the_place.Observation(done=True)
+    assert make_guess(48.86, 2.35, (48.86, 2.36), tolerance_km=0.5).messages == "1 km east."
+    assert make_guess(0, 0, (0, 1), directions=False).messages == "111 km."
+    assert make_guess(91, 0, (0, 1)).messages == make_guess("x", 0, (0, 1)).messages == guess_the_place.NO_GUESS
     with pytest.raises(UserError, match="no lat and lon"):
         guess_the_place.GuessThePlace().reset(example("guess_the_place", truth='{"country": "France"}'))
     with pytest.raises(UserError, match="--env-settings tolerance_km=far"):
         guess_the_place.GuessThePlace("far")
 
 
-def test_nothing_of_the_truth_is_told_but_distance_and_direction():
-    """Two truths as far from a guess in one direction are told alike, whatever they are called."""
+def test_observations_reveal_only_distance_and_direction():
+    """Two truths at the same distance and direction from a guess give equal observations, whatever their names."""
     truths = [{"country": "Spain", "city": "Madrid", "lat": 0, "lon": 3}, {"region": "Bavaria", "lat": 0.0, "lon": 3.0}]
-    told = []
+    outputs = []
     for truth in truths:
         env = guess_the_place.GuessThePlace()
         messages, images = env.reset(example("guess_the_place", truth=json.dumps(truth)))
-        told.append((messages, images, [env.step(text) for text in ("lat: 0, lon: 0", "Spain, Madrid", "")]))
-    assert told[0] == told[1]
-    assert not re.search("Spain|Madrid|Bavaria", str(told))
+        outputs.append((messages, images, [env.step(text) for text in ("lat: 0, lon: 0", "Spain, Madrid", "")]))
+    assert outputs[0] == outputs[1]
+    assert not re.search("Spain|Madrid|Bavaria", str(outputs))
 
 
 def test_a_toys_city_cannot_be_seen():
-    """One mark, whatever the city: each of the three is as likely, whatever is in the image."""
+    """Images show one mark whatever the city is, and a region's three cities are equally likely."""
     cities = {}
     for e in toy_examples("guess_the_place", 600):
         place = json.loads(e.ground_truth)
         cities.setdefault((place["country"], place["region"]), []).append(place["city"])
         image = Image.open(io.BytesIO(e.images[0])).convert("RGB")
-        assert 120 < sum(max(p) < 60 for p in image.get_flattened_data()) < 560  # one mark's
+        assert 120 < sum(max(p) < 60 for p in image.get_flattened_data()) < 560  # the pixels of one mark
     assert len(cities) == 12
-    share = [max(map(found.count, found)) / len(found) for found in cities.values()]
+    share = [max(map(names.count, names)) / len(names) for names in cities.values()]
     assert sum(share) / len(share) < 0.5
 
 
-def test_texts_of_a_users_class_become_plain_texts():
-    """A class that only the user's file has could not be unpickled by another process."""
+def test_str_subclasses_become_plain_str():
+    """Another process could not unpickle a class that only the user's file defines."""
 
     class Say(str):
         pass
 
-    for said in (Say("look"), [{"role": Say("user"), "content": Say("look")}]):
-        [message], _ = validate_messages(said, [])
+    for content in (Say("look"), [{"role": Say("user"), "content": Say("look")}]):
+        [message], _, _ = validate_messages(content, [])
         assert message == {"role": "user", "content": "look"} and {type(x) for x in message.values()} == {str}

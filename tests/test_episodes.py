@@ -1,4 +1,4 @@
-"""Episodes: tokens, positions, images and rewards of turns, over engines, packing and the update."""
+"""Tests of episodes: tokens, positions, images and rewards of turns, through engines, packing and the update."""
 
 import asyncio
 import collections
@@ -47,14 +47,14 @@ CPU = torch.device("cpu")
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
-def environments(kind, **settings):
-    """Environments of a class of this file."""
+def make_factory(kind, **settings):
+    """Return the factory of an environment class of this file."""
     with patch("envs._factory.load_class", return_value=kind):
         return EnvFactory(EnvConfig(env="here", **settings))
 
 
 class Scripted(Environment):
-    """By the first character of a row's truth: how many turns; images in any of them."""
+    """An environment with as many turns as the row's ground truth says, and random images in any of them."""
 
     images_per_turn = 2
 
@@ -74,19 +74,19 @@ def noise(rng, width, height):
     return Image.frombytes("RGB", (width, height), bytes(rng.randrange(256) for _ in range(3 * width * height)))
 
 
-def examples_of(turns, n_images=1):
+def make_examples(turns, n_images=1):
     rng = random.Random(0)
-    made = []
+    examples = []
     for i, n in enumerate(turns):
         images = [noise(rng, 56, 84) for _ in range(n_images)]
         fields = {"data_source": "shapes", "ground_truth": str(n), "extra": {}}
         messages = [{"role": "user", "content": "<image>" * n_images + f"What is it? {i}"}]
-        made.append(Example(f"u{i}", messages=messages, images=[encode_png(image) for image in images], **fields))
-    return made
+        examples.append(Example(f"u{i}", messages=messages, images=[encode_png(image) for image in images], **fields))
+    return examples
 
 
-def often(processor):
-    """A processor with so many end tokens that a random toy ends its responses."""
+def add_end_tokens(processor):
+    """Return a copy of the processor with so many end tokens that a random toy model ends its responses."""
     processor = copy.copy(processor)
     processor.eos_ids = sorted({*processor.eos_ids, *range(0, 256, 6)})
     return processor
@@ -94,36 +94,36 @@ def often(processor):
 
 def play(loaded, family, turns, n=2, tokens=400, kind=Scripted, n_images=1, engine=None, **settings):
     hf, processor = loaded[family]
-    processor = often(processor)
-    envs = environments(kind, **{"max_turns": 5, **settings})
-    prompts = make_prompts(examples_of(turns, n_images), processor, reset_fn=envs.reset_example)
+    processor = add_end_tokens(processor)
+    envs = make_factory(kind, **{"max_turns": 5, **settings})
+    prompts = make_prompts(make_examples(turns, n_images), processor, reset_fn=envs.reset_example)
     engine = engine or HFEngine(hf, processor, CPU)
     engine.processor = processor
     return EpisodeEngine(engine, envs, processor).generate(prompts, n, SamplingParams(tokens, seed=1)), processor
 
 
-def turn_by_turn(hf, processor, r, temperature=1.0):
-    """Log-probabilities of what the policy produced by transformers' own forwards, one for each turn, with its own
-    positions and masks, over all that came before."""
+def turn_by_turn_logps(hf, processor, r, temperature=1.0):
+    """Return the log-probabilities of the sampled tokens from transformers' own forwards: one per turn, with its own
+    positions and masks, over everything before it."""
     banned = processor.banned_token_ids(hf.config.text_config.vocab_size)
     out, start = [], len(r.prompt.token_ids)
     whole = r.prompt.token_ids + r.response
     images = r.prompt.images + r.images
-    stretches = [(produced, len(list(of))) for produced, of in itertools.groupby(r.response_mask)]
-    for produced, length in stretches:
+    stretches = [(is_sampled, len(list(run))) for is_sampled, run in itertools.groupby(r.response_mask)]
+    for is_sampled, length in stretches:
         end = start + length
-        if produced:
+        if is_sampled:
             ids = torch.tensor([whole[:end]])
-            taken, n_image_tokens = [], int((ids == processor.image_token_id).sum())
+            visible, n_image_tokens = [], int((ids == processor.image_token_id).sum())
             for image in images:
-                if sum(i.n_tokens for i in taken) < n_image_tokens:
-                    taken.append(image)
-            more = {"mm_token_type_ids": (ids == processor.image_token_id).int()}
-            if taken:
-                more["pixel_values"] = torch.cat([image.pixel_values() for image in taken])
-                more["image_grid_thw"] = torch.tensor([image.grid_thw for image in taken])
+                if sum(i.n_tokens for i in visible) < n_image_tokens:
+                    visible.append(image)
+            inputs = {"mm_token_type_ids": (ids == processor.image_token_id).int()}
+            if visible:
+                inputs["pixel_values"] = torch.cat([image.pixel_values() for image in visible])
+                inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in visible])
             hf.model.rope_deltas = None
-            hidden = hf.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **more)[0][0]
+            hidden = hf.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs)[0][0]
             logits = hidden[start - 1 : end - 1] @ hf.get_output_embeddings().weight.t() / temperature
             logits = logits.index_fill(1, banned, -torch.inf)
             out.append(logits.log_softmax(-1).gather(1, ids[0, start:end, None])[:, 0])
@@ -132,8 +132,9 @@ def turn_by_turn(hf, processor, r, temperature=1.0):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_merged_episodes_are_turn_by_turn_forwards(family, loaded):
-    """Of 1 to 5 turns with images in any of them, packed together; values, the engine's values, and gradients."""
+def test_packed_episodes_equal_turn_by_turn_forwards(family, loaded):
+    """Episodes of 1 to 5 turns, with images in any turn, are packed together. Log-probabilities (also the engine's) and
+    gradients equal those of one forward per turn."""
     compare_with_turn_by_turn(loaded, family)
 
 
@@ -154,10 +155,10 @@ def compare_with_turn_by_turn(loaded, family, engine=None, tolerance=1e-5):
         (out.logp_K * weights[micro.token_index_K]).sum().backward()
     packed = {name: p.grad.clone() for name, p in hf.named_parameters() if p.grad is not None}
     policy.zero_grad()
-    separate = torch.cat([turn_by_turn(hf, processor, r) for r in rollouts])
+    separate = torch.cat([turn_by_turn_logps(hf, processor, r) for r in rollouts])
     (separate * weights).sum().backward()
     gap = (logp_N - separate).detach().abs()
-    # a recurrence is cut into chunks elsewhere here than there, which rounds otherwise
+    # packing cuts a recurrence into chunks at other tokens, which rounds differently
     assert gap.mean() < 1e-6 and gap.max() < (1e-5 if family == "qwen3_5" else 2e-6)
     assert (tokens.rollout_logps - separate).abs().max() < tolerance
     norm = math.sqrt(sum((g.double() ** 2).sum() for g in packed.values()))
@@ -167,18 +168,18 @@ def compare_with_turn_by_turn(loaded, family, engine=None, tolerance=1e-5):
     policy.zero_grad(set_to_none=True)
 
 
-def test_an_episode_is_what_was_sampled_and_what_the_template_writes_in_between(loaded):
-    """Where text and tokens are the same, all of it is what the template makes of the conversation."""
+def test_an_episode_is_the_sampled_tokens_and_the_templates_text_between_them(loaded):
+    """If text and tokens agree, the whole episode is what the template makes of the conversation."""
     rollouts, processor = play(loaded, "qwen2_5_vl", [2, 3, 4])
     for r in rollouts:
-        policy = [m["content"] for m in r.messages if m["role"] == "assistant"]
-        assert len(policy) == r.n_turns and policy[-1] == r.text and len(r.messages) == 2 * r.n_turns
-        r.messages.pop()  # what is said at the end is for readers
+        responses = [m["content"] for m in r.messages if m["role"] == "assistant"]
+        assert len(responses) == r.n_turns and responses[-1] == r.text and len(r.messages) == 2 * r.n_turns
+        r.messages.pop()  # the last response is in messages only for readers
         written, ids = [], iter(r.response)
-        for produced, of in itertools.groupby(r.response_mask):
-            stretch = list(itertools.islice(ids, len(list(of))))
-            written += ["SAID\n"] if produced else [processor.tokenizer.decode(stretch)]
-        expected = processor.apply_chat_template([*r.prompt.example.messages, *said_as(r.messages, "SAID\n")])
+        for is_sampled, run in itertools.groupby(r.response_mask):
+            stretch = list(itertools.islice(ids, len(list(run))))
+            written += ["SAID\n"] if is_sampled else [processor.tokenizer.decode(stretch)]
+        expected = processor.apply_chat_template([*r.prompt.example.messages, *replace_responses(r.messages, "SAID\n")])
         expected = expected.split("<|im_start|>assistant\n", 1)[1].replace("SAID\n<|im_end|>", "SAID\n")
         pads = iter([image.n_tokens for image in r.images])
         expected = re.sub(r"<\|image_pad\|>", lambda _, pads=pads: "<|image_pad|>" * next(pads), expected)
@@ -186,11 +187,11 @@ def test_an_episode_is_what_was_sampled_and_what_the_template_writes_in_between(
         assert r.logprobs and len(r.logprobs) == sum(r.response_mask) and len(r.response) == len(r.response_mask)
 
 
-def said_as(messages, text):
+def replace_responses(messages, text):
     return [m | {"content": text} if m["role"] == "assistant" else m for m in messages]
 
 
-# --- templates that rewrite what was said before ---
+# --- chat templates that rewrite earlier turns ---
 
 DROPS_THOUGHTS = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -202,15 +203,15 @@ DROPS_THOUGHTS = (
 )
 
 
-def test_a_template_that_drops_thoughts_makes_each_turn_a_sequence_of_its_own(loaded):
+def test_a_template_that_drops_thoughts_makes_each_turn_a_separate_sequence(loaded):
     hf, plain = loaded["qwen2_5_vl"]
     assert not plain.template_rewrites_history()
-    processor = often(plain)
+    processor = add_end_tokens(plain)
     processor.tokenizer = copy.deepcopy(plain.tokenizer)
     processor.tokenizer.chat_template = DROPS_THOUGHTS
     assert processor.template_rewrites_history()
-    envs = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([1, 3, 4]), processor, reset_fn=envs.reset_example)
+    envs = make_factory(Scripted, max_turns=5)
+    prompts = make_prompts(make_examples([1, 3, 4]), processor, reset_fn=envs.reset_example)
     rollouts = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor).generate(
         prompts, 2, SamplingParams(400, seed=1)
     )
@@ -226,32 +227,32 @@ def test_a_template_that_drops_thoughts_makes_each_turn_a_sequence_of_its_own(lo
         turns = r.separate_turns or [whole]  # a single turn has no history
         assert len(turns) == r.n_turns == int(r.prompt.example.ground_truth)
         assert sum(turn.n_sampled for turn in turns) == sum(r.response_mask)
-        said = [token for token, produced in zip(r.response, r.response_mask, strict=True) if produced]
+        sampled = [token for token, is_sampled in zip(r.response, r.response_mask, strict=True) if is_sampled]
         for k, turn in enumerate(turns):
             before = [*r.prompt.example.messages, *r.messages[: 2 * k]]
-            for i, message in enumerate(before):  # special tokens among what was sampled are text there
+            for i, message in enumerate(before):  # special tokens in responses are text there
                 for token in processor.special_tokens_in([message]) if message["role"] == "assistant" else []:
                     before[i] = before[i] | {"content": before[i]["content"].replace(token, f"< {token[1:]}")}
             ids, pads = [], iter((r.prompt.images + r.images)[: turn.n_images])
             for token in processor.tokenize_messages(before):
                 ids += [token] * (next(pads).n_tokens if token == processor.image_token_id else 1)
-            assert turn.ids == ids + said[: turn.n_sampled]
-            said = said[turn.n_sampled :]
+            assert turn.ids == ids + sampled[: turn.n_sampled]
+            sampled = sampled[turn.n_sampled :]
             alone = Rollout(r.prompt, 0, turn.ids[len(ids) :], [True] * turn.n_sampled, [], "", "")
             alone.prompt = Prompt("x", ids, (r.prompt.images + r.images)[: turn.n_images], None, [])
-            separate.append(turn_by_turn(hf, processor, alone).detach())
+            separate.append(turn_by_turn_logps(hf, processor, alone).detach())
     assert (logp_N - torch.cat(separate)).abs().max() < 2e-6
     assert (tokens.rollout_logps - torch.cat(separate)).abs().max() < 1e-5
 
 
-def test_thoughts_that_the_template_drops_count_against_the_limit(loaded):
-    """Limit, penalty for length and the constant of --loss-agg const measure a response in the same way."""
+def test_thoughts_that_the_template_drops_count_towards_the_limit(loaded):
+    """The token limit, the length penalty and the constant of --loss-agg const measure a response in the same way."""
     hf, plain = loaded["qwen2_5_vl"]
-    processor = often(plain)
+    processor = add_end_tokens(plain)
     processor.tokenizer = copy.deepcopy(plain.tokenizer)
     processor.tokenizer.chat_template = DROPS_THOUGHTS
-    envs = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([5, 5, 5]), processor, reset_fn=envs.reset_example)
+    envs = make_factory(Scripted, max_turns=5)
+    prompts = make_prompts(make_examples([5, 5, 5]), processor, reset_fn=envs.reset_example)
     ends = collections.Counter()
     for limit in range(40, 120, 16):
         rollouts = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor).generate(
@@ -268,12 +269,12 @@ def test_thoughts_that_the_template_drops_count_against_the_limit(loaded):
     assert min(ends["room"], ends["length"]) > 3
 
 
-class Says(Engine):
-    """Each response is the next of its row's, with its end token."""
+class Replies(Engine):
+    """An engine that gives each row its own fixed replies in turn, each with an end token."""
 
     def __init__(self, processor, replies):
         super().__init__()
-        self.processor, self.replies = processor, {uid: list(said) for uid, said in replies.items()}
+        self.processor, self.replies = processor, {uid: list(texts) for uid, texts in replies.items()}
 
     def sample(self, responses, sampling):
         while not responses.closed:
@@ -285,30 +286,30 @@ class Says(Engine):
 
 
 def test_only_the_episodes_that_a_template_rewrites_are_split(loaded):
-    """Two that the template leaves alone, one of which shows images, and one that loses a thought after its second
-    turn: against the template's own text of the conversation."""
+    """The template leaves two episodes unchanged, one of them with images, and drops a thought of the other after its
+    second turn. All are compared with the template's own text of the conversation."""
     _, plain = loaded["qwen2_5_vl"]
     processor = copy.copy(plain)
     processor.tokenizer = copy.deepcopy(plain.tokenizer)
     processor.tokenizer.chat_template = DROPS_THOUGHTS.replace("<think>\n{% endif %}", "{% endif %}")
-    envs = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([3, 3, 2]), processor, reset_fn=envs.reset_example)
+    envs = make_factory(Scripted, max_turns=5)
+    prompts = make_prompts(make_examples([3, 3, 2]), processor, reset_fn=envs.reset_example)
     replies = {"u0": ["one", "two", "three"], "u1": ["one", "<think>\nwhy\n</think>two", "three"], "u2": ["a", "b"]}
-    rollouts = EpisodeEngine(Says(processor, replies), envs, processor).generate(prompts, 1, SamplingParams(400))
+    rollouts = EpisodeEngine(Replies(processor, replies), envs, processor).generate(prompts, 1, SamplingParams(400))
     decode = processor.tokenizer.decode
     assert [len(r.separate_turns) for r in rollouts] == [0, 3, 0] and any(r.images for r in rollouts)
     for r in rollouts:
-        asked = [*r.prompt.example.messages, *r.messages[: 2 * r.n_turns - 2]]
-        written = processor.expand_image_tokens(processor.tokenize_messages(asked), r.prompt.images + r.images)
+        history = [*r.prompt.example.messages, *r.messages[: 2 * r.n_turns - 2]]
+        context = processor.expand_image_tokens(processor.tokenize_messages(history), r.prompt.images + r.images)
         last = processor.tokenizer.encode(replies_of(r)[-1]) + [processor.eos_ids[0]]
         if r.separate_turns:
             whole = r.prompt.token_ids + r.response
-            assert r.separate_turns[2].ids == written + last and "why" not in decode(r.separate_turns[2].ids)
+            assert r.separate_turns[2].ids == context + last and "why" not in decode(r.separate_turns[2].ids)
             assert [whole[: len(turn.ids)] == turn.ids for turn in r.separate_turns] == [True, True, False]
             assert [turn.n_sampled for turn in r.separate_turns] == [
                 len(processor.tokenizer.encode(text)) + 1 for text in replies_of(r)]
         else:
-            assert decode(r.prompt.token_ids + r.response) == decode(written + last)
+            assert decode(r.prompt.token_ids + r.response) == decode(context + last)
         assert sum(len(turn.trained) for turn in training_sequences(r)) == sum(r.response_mask) == len(r.logprobs)
 
 
@@ -316,14 +317,14 @@ def replies_of(r):
     return [m["content"] for m in r.messages if m["role"] == "assistant"]
 
 
-# --- content parts, as rows have them ---
+# --- content parts, as in rows of data ---
 
 
 RED, BLUE = (Image.new("RGB", (56, 56), colour) for colour in ("red", "blue"))
 
 
 class Parts(Scripted):
-    """A part has its own image, or stands for the next of the others."""
+    """An environment whose image parts hold their own image or stand for the next image of the list."""
 
     def reset(self, example):
         self.turn = 0
@@ -357,7 +358,7 @@ class Marks(Parts):
         return Observation(messages, [BLUE, RED], done=self.turn == 2)
 
 
-def test_content_parts_are_marks_with_their_images(loaded):
+def test_image_parts_equal_image_marks(loaded):
     (a,), _ = play(loaded, "qwen2_5_vl", [2], n=1, kind=Parts)
     (b,), _ = play(loaded, "qwen2_5_vl", [2], n=1, kind=Marks)
     assert a.ended_by == b.ended_by == "done" and a.n_turns == 2 and len(a.images) == 2
@@ -376,7 +377,7 @@ def test_content_parts_are_marks_with_their_images(loaded):
 # --- limits ---
 
 
-def test_a_limit_on_tokens_never_cuts_what_an_environment_says(loaded):
+def test_the_token_limit_never_cuts_an_observation(loaded):
     ended = collections.Counter()
     for tokens in range(12, 60, 3):
         rollouts, processor = play(loaded, "qwen2_5_vl", [5, 5, 5], tokens=tokens)
@@ -404,16 +405,16 @@ def test_rewards_of_turns_are_discounted(loaded):
         and r.env_rewards == {"reward": 6 / 8}
     )
     fields = {"reward_workers": 0, "reward_errors": "stop"}
-    played = Grader(RewardConfig(**fields), has_environment=True)
+    grader = Grader(RewardConfig(**fields), has_environment=True)
     r.prompt.example.extra["answer_type"] = "count"
     r.text = r"\boxed{3}"  # shapes' own reward of this is 1
-    [result] = played.collect([r])
+    [result] = grader.collect([r])
     assert result["reward"] == pytest.approx(0.25 + 1 / 8 + 1 / 8 + 3 / 32)
     assert result["environment"] == pytest.approx(1 / 8 + 1 / 8 + 3 / 32) and result["accuracy"] == 1
 
 
-def test_gae_passes_over_the_environment_and_pays_each_turn_at_its_end(loaded):
-    """Against one token at a time."""
+def test_gae_skips_observations_and_rewards_each_turn_at_its_end(loaded):
+    """The advantages equal those of a loop over single tokens."""
     rollouts, _ = play(loaded, "qwen2_5_vl", [1, 3, 4], turn_gamma=0.9)
     tokens = make_token_batch(rollouts)
     generator = torch.Generator().manual_seed(0)
@@ -421,7 +422,7 @@ def test_gae_passes_over_the_environment_and_pays_each_turn_at_its_end(loaded):
     totals = torch.randn(len(rollouts), generator=generator).double()
     algo = grpo.Algorithm(adv="gae", gamma=0.97, lam=0.8, norm_std="none", critic="head", group_size=2)
     counted = torch.ones(len(rollouts), dtype=torch.bool)
-    found, returns = grpo.compute_advantages(totals.view(-1, 2), totals.view(-1, 2), tokens, counted, algo, 0.0)
+    advantages, returns = grpo.compute_advantages(totals.view(-1, 2), totals.view(-1, 2), tokens, counted, algo, 0.0)
     row = 0
     for r, total in zip(rollouts, totals.tolist(), strict=True):
         rewards, turn = [], 0
@@ -437,13 +438,13 @@ def test_gae_passes_over_the_environment_and_pays_each_turn_at_its_end(loaded):
             value = tokens.values[row + t].item()
             following = tokens.values[row + t + 1].item() if t + 1 < len(rewards) else 0.0
             advantage = rewards[t] + 0.97 * following - value + 0.97 * 0.8 * advantage
-            assert found[row + t].item() == pytest.approx(advantage, abs=1e-6)
+            assert advantages[row + t].item() == pytest.approx(advantage, abs=1e-6)
             assert returns[row + t].item() == pytest.approx(advantage + value, abs=1e-6)
         row += len(rewards)
     assert row == len(tokens)
 
 
-# --- environments that are slow, or fail ---
+# --- environments that are slow or fail ---
 
 
 class Slow(Scripted):
@@ -470,39 +471,39 @@ class SlowAsync(Slow):
 
 
 @pytest.mark.parametrize("kind", [Slow, SlowAsync])
-def test_one_that_sleeps_holds_nobody(kind, loaded, monkeypatch):
-    """Of 32 episodes one sleeps in every turn: the others are over when they would be without it."""
+def test_an_environment_that_sleeps_delays_no_other(kind, loaded, monkeypatch):
+    """One of 32 episodes sleeps in every turn; the others end as soon as they would without it."""
     hf, plain = loaded["qwen2_5_vl"]
-    processor = often(plain)
+    processor = add_end_tokens(plain)
 
-    def timed(seconds):
+    def measure(seconds):
         monkeypatch.setattr(kind, "seconds", seconds)
-        envs = environments(kind, max_turns=5)
+        envs = make_factory(kind, max_turns=5)
         envs.all_answered_quickly = False  # a run waits once, 0.2 s, to learn that they are slow
-        prompts = make_prompts(examples_of([3] * 32), processor, reset_fn=envs.reset_example)
-        over, began = {}, time.monotonic()
+        prompts = make_prompts(make_examples([3] * 32), processor, reset_fn=envs.reset_example)
+        ended, began = {}, time.monotonic()
         episodes = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor)
         done = episodes.generate(
-            prompts, 1, SamplingParams(400), lambda r: over.update({r.prompt.uid: time.monotonic()})
+            prompts, 1, SamplingParams(400), lambda r: ended.update({r.prompt.uid: time.monotonic()})
         )
-        assert len(over) == len(done) == 32
-        slowest = over.pop("u0") - began
-        return slowest, max(over.values()) - began, time.monotonic() - began
+        assert len(ended) == len(done) == 32
+        slowest = ended.pop("u0") - began
+        return slowest, max(ended.values()) - began, time.monotonic() - began
 
-    _, others, _ = timed(0.0)
-    slow_total, others_beside, total = timed(0.8)
+    _, others, _ = measure(0.0)
+    slow_total, others_meanwhile, total = measure(0.8)
     assert slow_total > 2.4 and total < 1.2 * slow_total
-    assert others_beside < 1.3 * others + 0.3
+    assert others_meanwhile < 1.3 * others + 0.3
 
 
 class Fails(Scripted):
     def step(self, response):
-        seen = super().step(response)
-        how = self.example.uid
+        observation = super().step(response)
+        uid = self.example.uid
         if self.turn == 2:
-            if how == "u0":
+            if uid == "u0":
                 raise RuntimeError("no connection")
-            if how == "u1":
+            if uid == "u1":
                 time.sleep(3)
             changes = {
                 "u2": Observation(reward=math.nan),
@@ -514,8 +515,8 @@ class Fails(Scripted):
                 "u8": Observation([{"role": "user"}]),
                 "u9": Observation(reward={"reward": "1"}),
             }
-            seen = changes.get(how, seen)
-        return seen
+            observation = changes.get(uid, observation)
+        return observation
 
     def reset(self, example):
         self.example = example
@@ -525,48 +526,50 @@ class Fails(Scripted):
 
 
 @pytest.mark.parametrize("errors", ["drop", "zero"])
-def test_environments_that_fail_are_counted_and_told(errors, loaded, capfd):
+def test_environments_that_fail_are_counted_and_reported(errors, loaded, capfd):
     settings = {"env_errors": errors, "env_timeout": 1.0}
     rollouts, processor = play(loaded, "qwen2_5_vl", [3] * 12, n=1, kind=Fails, **settings)
     assert [r.ended_by for r in rollouts] == ["error"] * 11 + ["done"]
     assert [r.env_failure for r in rollouts].count("errors") == 10 and [r.env_failure for r in rollouts].count(
         "timeouts"
     ) == 1
-    said = capfd.readouterr().err
-    assert "11 of 12 episodes failed" in said and "RuntimeError: no connection" in said and "Traceback" in said
-    assert "--env here took longer than --env-timeout 1 s" in said
-    played = Grader(RewardConfig(reward_workers=0), has_environment=True)
+    output = capfd.readouterr().err
+    assert "11 of 12 episodes failed" in output and "RuntimeError: no connection" in output and "Traceback" in output
+    assert "--env here took longer than --env-timeout 1 s" in output
+    grader = Grader(RewardConfig(reward_workers=0), has_environment=True)
     for r in rollouts:
         r.prompt.example.extra["answer_type"] = "count"
-    results = played.collect(rollouts)
+    results = grader.collect(rollouts)
     assert results[:10] == [None if errors == "drop" else {"reward": 0.0}] * 10 and "accuracy" in results[11]
     assert {r.finish_reason for r in rollouts[:10]} == {"error" if errors == "drop" else "stop"}
-    assert results[10] is None and rollouts[10].response == []  # there is nothing of it
+    assert results[10] is None and rollouts[10].response == []  # its reset failed, so there is no response
     Packer(1000, processor.image_token_id).pack(rollouts)
     assert len(make_token_batch(rollouts)) == sum(sum(r.response_mask) for r in rollouts)
 
 
-def test_a_failure_may_end_the_run(loaded):
-    with pytest.raises(RuntimeError, match="no connection"):
+def test_env_errors_stop_ends_the_run_and_shows_only_the_users_frames(loaded):
+    with pytest.raises(UserError, match="no connection") as caught:
         play(loaded, "qwen2_5_vl", [3], kind=Fails, env_errors="stop")
+    message = str(caught.value)
+    assert message.count("File ") == 1 and "test_episodes.py" in message and message.count("--env here") == 1
 
 
-def test_an_image_is_prepared_once_whatever_the_turns_and_samples(loaded, monkeypatch):
+def test_an_image_is_preprocessed_once_for_all_turns_and_samples(loaded, monkeypatch):
     prepared = []
     original = M.Processor.image_to_patches
 
-    def counted(self, key, image):
+    def record_key(self, key, image):
         prepared.append(key)
         return original(self, key, image)
 
-    monkeypatch.setattr(M.Processor, "image_to_patches", counted)
+    monkeypatch.setattr(M.Processor, "image_to_patches", record_key)
     rollouts, _ = play(loaded, "qwen2_5_vl", [3, 4], n=6)
     shown = [image.key for r in rollouts for image in r.images]
     assert len(shown) > 20 and sorted(prepared) == sorted({*shown, *(r.prompt.images[0].key for r in rollouts)})
 
 
 @pytest.mark.parametrize(
-    "env,more,message",
+    "env,settings,message",
     [
         ("nowhere", [], "--env nowhere: no such environment; give one of .*, or FILE.py:CLASS"),
         ("{file}:Nobody", [], "no class Nobody in .*; it has Zoom"),
@@ -576,16 +579,16 @@ def test_an_image_is_prepared_once_whatever_the_turns_and_samples(loaded, monkey
         (None, ["size=3"], "--env-settings needs --env"),
     ],
 )
-def test_mistakes_are_told_before_a_model_loads(env, more, message, tmp_path):
+def test_wrong_env_flags_are_reported_before_a_model_loads(env, settings, message, tmp_path):
     file = tmp_path / "zoom.py"
     file.write_text("class Zoom:\n    def __init__(self, size=1):\n        self.size = size\n"
                     "    def reset(self, example):\n        return example.messages, []\n"
                     "    def step(self, response):\n        return None\n")  # fmt: skip
     with pytest.raises(UserError, match=message):
-        make_env_factory(EnvConfig(env=env and env.format(file=file), env_settings=tuple(more)))
+        make_env_factory(EnvConfig(env=env and env.format(file=file), env_settings=tuple(settings)))
 
 
-class Never(Scripted):
+class ReturnsNone(Scripted):
     def step(self, response):
         return None
 
@@ -598,72 +601,72 @@ class Raises(Scripted):
         raise KeyError("\x1b[2J")
 
 
-class RaisesLater(Raises):
+class RaisesAsync(Raises):
     async def step(self, response):
         return self.deeper()
 
 
-@pytest.mark.parametrize("kind", [Raises, RaisesLater])
-def test_a_failure_is_shown_with_the_users_frames_alone(kind, loaded, capfd):
-    """Also where nothing ever worked, which ends the run in one line."""
+@pytest.mark.parametrize("kind", [Raises, RaisesAsync])
+def test_a_failure_shows_only_the_users_frames(kind, loaded, capfd):
+    """This also holds if every response failed, which ends the run with a one-line error."""
     rollouts, _ = play(loaded, "qwen2_5_vl", [3], kind=kind)
     with pytest.raises(UserError, match=r"all responses of .*: --env here raised KeyError: .*x1b\[2J'; fix this"):
-        first_batch(rollouts)
-    told = capfd.readouterr().err
-    assert told.count("Traceback") == 1 and told.count("  File ") == told.count("test_episodes.py") == 2
-    assert "in deeper" in told and "\x1b" not in told
+        grade_first_batch(rollouts)
+    output = capfd.readouterr().err
+    assert output.count("Traceback") == 1 and output.count("  File ") == output.count("test_episodes.py") == 2
+    assert "in deeper" in output and "\x1b" not in output
 
 
-def first_batch(rollouts, *others, grader=None):
-    """What train.py does with the first batch of this process, and of others that say `others` of theirs."""
+def grade_first_batch(rollouts, *others, grader=None):
+    """Grade the first batch of this process as train.py does, with `others` gathered from other processes."""
     grader = grader or Grader(RewardConfig(reward_workers=0), has_environment=True)
     grader.collect(rollouts)
     grader.check_worked(rollouts, lambda mine: [mine, *others])
     return grader
 
 
-def test_an_environment_that_never_worked_ends_the_run_but_not_if_another_process_had_luck(loaded):
-    rollouts, _ = play(loaded, "qwen2_5_vl", [3], kind=Never)
+def test_an_environment_that_never_worked_ends_the_run_unless_it_worked_in_another_process(loaded):
+    rollouts, _ = play(loaded, "qwen2_5_vl", [3], kind=ReturnsNone)
     never = "all responses of the first batch failed, such as row 'u0': --env here raised UserError: step returned None"
-    for others in ([], [["theirs"]], [[]]):  # [[]]: an evaluation of fewer rows than processes
+    for others in ([], [["theirs"]], [[]]):  # [[]]: an evaluation with fewer rows than processes
         with pytest.raises(UserError, match=never):
-            first_batch(rollouts, *others)
-    grader = first_batch(rollouts, None)
+            grade_first_batch(rollouts, *others)
+    grader = grade_first_batch(rollouts, None)
     assert grader.worked
-    first_batch(rollouts, grader=grader)  # later batches may fail
+    grade_first_batch(rollouts, grader=grader)  # later batches may fail
 
 
 @pytest.mark.parametrize(
-    "said,message",
+    "returned,message",
     [
         (None, r"row 'u0': reset: returned None; expected \(messages, images\)"),
         ("<image>Go.", "returned '<image>Go.'; expected"),
         (("<image>Go.", Image.new("RGB", (28, 28))), "images are Image; expected a list"),
         (("<image>Go.", ["a.png"]), "row 'u0': reset: an image is str"),
-        (("Go.", [Image.new("RGB", (28, 28))]), "1 images with 0 <image> marks; give one per image"),
+        (("Go.", [Image.new("RGB", (28, 28))]), "images: 1; <image> marks: 0; give one mark per image"),
         (([{"role": "user"}], []), "messages are .*; expected text"),
     ],
 )
-def test_a_beginning_that_is_none_is_told_with_its_row(said, message):
-    class Begins(Scripted):
+def test_an_invalid_reset_is_reported_with_its_row(returned, message):
+    class BadReset(Scripted):
         def reset(self, example):
-            return said
+            return returned
 
     with pytest.raises(UserError, match=message):
-        environments(Begins).reset_example(examples_of([1])[0])
+        make_factory(BadReset).reset_example(make_examples([1])[0])
 
 
-def test_what_is_opened_is_closed(loaded):
+def test_every_environment_is_closed(loaded):
     opened, closed = [], []
 
-    class Holds(Scripted):
+    class Tracked(Scripted):
         def __init__(self):
             opened.append(self)
 
         async def close(self):
             closed.append(self)
 
-    play(loaded, "qwen2_5_vl", [1, 3], kind=Holds)
+    play(loaded, "qwen2_5_vl", [1, 3], kind=Tracked)
     deadline = time.monotonic() + 20
     while len(closed) < len(opened) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -672,8 +675,8 @@ def test_what_is_opened_is_closed(loaded):
 
 def test_blanked_episodes_show_blank_images_in_every_turn(loaded):
     hf, plain = loaded["qwen2_5_vl"]
-    processor, envs = often(plain), environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([4, 4]), processor, blank=True, reset_fn=envs.reset_example)
+    processor, envs = add_end_tokens(plain), make_factory(Scripted, max_turns=5)
+    prompts = make_prompts(make_examples([4, 4]), processor, blank=True, reset_fn=envs.reset_example)
     rollouts = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, SamplingParams(400))
     images = [image for r in rollouts for image in r.images]
     assert len(images) > 4 and all(image.pixel_values().std() < 1e-6 for image in images)
@@ -685,17 +688,17 @@ class Sleeps(Scripted):
         return super().step(response)
 
 
-def test_more_that_hang_than_there_are_threads_all_time_out(loaded, monkeypatch):
+def test_hanging_environments_time_out_even_if_they_outnumber_the_threads(loaded, monkeypatch):
     monkeypatch.setattr(envs._episodes, "ENV_POOL", envs._threads.ThreadPool(3))
     monkeypatch.setattr(Sleeps, "step", lambda self, response: time.sleep(30))
     began = time.monotonic()
     rollouts, _ = play(loaded, "qwen2_5_vl", [3] * 5, kind=Sleeps, env_timeout=0.3)
     with pytest.raises(UserError, match="all responses of the first batch failed, such as .* longer than --env-time"):
-        first_batch(rollouts)
+        grade_first_batch(rollouts)
     assert time.monotonic() - began < 20
 
 
-def test_an_exit_in_an_async_environment_fails_it_alone(loaded):
+def test_an_exit_in_an_async_environment_fails_only_its_episode(loaded):
     class Exits(SlowAsync):
         async def step(self, response):
             if self.example.uid == "u1":
@@ -707,7 +710,7 @@ def test_an_exit_in_an_async_environment_fails_it_alone(loaded):
         assert [r.ended_by for r in rollouts] == ["done", "error", "done"]
 
 
-def test_one_whose_close_hangs_holds_nobody(loaded):
+def test_an_environment_whose_close_hangs_delays_no_other(loaded):
     class Hangs(Scripted):
         def close(self):
             time.sleep(60)
@@ -722,27 +725,27 @@ def test_rows_without_images_are_played(loaded):
     assert {r.ended_by for r in rollouts} == {"done"} and any(r.images for r in rollouts)
 
 
-def test_special_tokens_that_the_policy_spells_stay_text_where_history_is_rewritten(loaded, monkeypatch):
+def test_special_tokens_that_the_policy_spells_out_stay_text_if_history_is_rewritten(loaded, monkeypatch):
     hf, plain = loaded["qwen2_5_vl"]
-    processor = often(plain)
+    processor = add_end_tokens(plain)
     processor.tokenizer = copy.deepcopy(plain.tokenizer)
     processor.tokenizer.chat_template = DROPS_THOUGHTS
     spelt = "b <|image_pad|> c <|im_end|> d <image>"
     monkeypatch.setattr(rollout, "response_text", lambda processor, tokens: spelt)
-    made = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([3]), processor, reset_fn=made.reset_example)
-    [r] = EpisodeEngine(HFEngine(hf, processor, CPU), made, processor).generate(prompts, 1, SamplingParams(400))
+    factory = make_factory(Scripted, max_turns=5)
+    prompts = make_prompts(make_examples([3]), processor, reset_fn=factory.reset_example)
+    [r] = EpisodeEngine(HFEngine(hf, processor, CPU), factory, processor).generate(prompts, 1, SamplingParams(400))
     assert r.ended_by == "done" and r.n_turns == 3
     for turn in r.separate_turns:
         n_tokens = sum(image.n_tokens for image in (r.prompt.images + r.images)[: turn.n_images])
         assert turn.ids.count(processor.image_token_id) == n_tokens
-        said = processor.tokenizer.decode(turn.ids)
-        assert said.count("<|im_end|>") == 2 * (r.separate_turns.index(turn)) + 1 + (turn.ids[-1] in plain.eos_ids)
+        text = processor.tokenizer.decode(turn.ids)
+        assert text.count("<|im_end|>") == 2 * (r.separate_turns.index(turn)) + 1 + (turn.ids[-1] in plain.eos_ids)
 
 
-def test_marks_of_written_examples_are_images_and_those_of_the_policy_are_text(loaded):
+def test_image_marks_are_images_in_examples_and_text_in_responses(loaded):
     _, processor = loaded["qwen2_5_vl"]
     shots = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": "<image>"}]
     assert processor.apply_chat_template([*shots, shots[0]]).count("<|image_pad|>") == 1
-    said = shots[1] | {"content": [{"type": "text", "text": "<image>"}]}
-    assert processor.apply_chat_template([shots[0], said, shots[0]]).count("<|image_pad|>") == 0
+    sampled = shots[1] | {"content": [{"type": "text", "text": "<image>"}]}
+    assert processor.apply_chat_template([shots[0], sampled, shots[0]]).count("<|image_pad|>") == 0

@@ -1,8 +1,9 @@
-"""Statistics, the page, and eval.py and merge_lora.py as commands.   pytest tests/test_eval.py"""
+"""Statistics, the report page, and the commands eval.py and merge_lora.py.   pytest tests/test_eval.py"""
 
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,9 +22,11 @@ from demo import make_model
 from errors import UserError
 from prepare_data import Example
 from report.evaluation import example_answer_type, voted_answer
+from report.page.page import pages
 from report.page.plots import draw_curve
 from report.run_files import read_rows
 from report.statistics import wilson_interval
+from report.writer import ReportPage
 from rollout import ExampleList, identity, make_prompts
 from tasks.shapes import encode_png, shapes_rows
 from utils import DistContext
@@ -32,12 +35,12 @@ from utils import DistContext
 def record(kind, accuracies, finish="stop"):
     rewards = [{"accuracy": a, "format": 1.0, "reward": a} for a in accuracies]
     samples = [{"text": "x", "finish_reason": finish, "tokens": 3, "rewards": r} for r in rewards]
-    about = {"uid": kind + str(accuracies), "answer_type": kind, "task": "shapes", "source": "shapes", "n_images": 1}
-    return about | {"ground_truth": "x", "groups": {}, "samples": samples}
+    fields = {"uid": kind + str(accuracies), "answer_type": kind, "task": "shapes", "source": "shapes", "n_images": 1}
+    return fields | {"ground_truth": "x", "groups": {}, "samples": samples}
 
 
-def of(n, scores, others):
-    """Records of a model and a baseline on the same n examples."""
+def paired_records(n, scores, others):
+    """Return records of a model and of a baseline on the same n examples."""
     pairs = [(record(str(i), [a]), record(str(i), [b])) for i, (a, b) in enumerate(zip(scores, others, strict=True))]
     for i, pair in enumerate(pairs):
         for side in pair:
@@ -46,43 +49,43 @@ def of(n, scores, others):
     return map(list, zip(*pairs, strict=True))
 
 
-def test_an_engine_has_the_models_own_rotary_tables(toys):
-    """They are fp32 whatever the weights' dtype is, as in training: rounded to bfloat16 they change every token."""
+def test_an_engine_has_the_models_rotary_tables(toys):
+    """As in training, they are fp32 with weights of any dtype; rounded to bfloat16, they would change every token."""
     path = str(toys["qwen2_5_vl"])
     command = ["--data", "-", "--out", "-", "--dtype", "bfloat16", "--rollout", "hf"]
-    alone = DistContext(0, 1, torch.device("cpu"))
+    ctx = DistContext(0, 1, torch.device("cpu"))
     cfg = E.parse_args([path, *command])
-    engine = E.load_engine(cfg, path, M.Processor(path), ExampleList([], [0]), None, alone)
-    want = M.load_hf(path, torch.bfloat16)
+    engine = E.load_engine(cfg, path, M.Processor(path), ExampleList([], [0]), None, ctx)
+    expected = M.load_hf(path, torch.bfloat16)
     for kind in ("named_buffers", "named_parameters"):
-        mine = dict(getattr(engine.hf, kind)())
-        for name, tensor in getattr(want, kind)():
-            assert mine[name].dtype == tensor.dtype and torch.equal(mine[name], tensor), name
-    assert engine.has_all_weights and list(want.named_buffers())
+        loaded = dict(getattr(engine.hf, kind)())
+        for name, tensor in getattr(expected, kind)():
+            assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
+    assert engine.has_all_weights and list(expected.named_buffers())
 
 
-def test_a_head_that_the_config_ties_and_a_file_holds_is_refused(tmp_path):
-    """transformers does not tie such a model, so that the trained head would never reach the engine."""
+def test_a_tied_head_with_its_own_weights_is_refused(tmp_path):
+    """transformers does not tie the head of such a model, so the trained head would never reach the engine."""
     make_model(tmp_path / "toy", tied=True)
     file = tmp_path / "toy/model.safetensors"
     weights = load_file(file)
     embedding = next(name for name in weights if name.endswith("embed_tokens.weight"))
     save_file(weights | {"lm_head.weight": weights[embedding] + 1}, file, metadata={"format": "pt"})
     path = str(tmp_path / "toy")
-    asked = E.parse_args([path, "--data", "-", "--out", "-", "--rollout", "hf"])
+    cfg = E.parse_args([path, "--data", "-", "--out", "-", "--rollout", "hf"])
     with pytest.raises(UserError, match="toy: the engine has weights that the model does not provide; .*tie the head"):
         E.load_engine(
-            asked, path, M.Processor(path), ExampleList([], [0]), None, DistContext(0, 1, torch.device("cpu"))
+            cfg, path, M.Processor(path), ExampleList([], [0]), None, DistContext(0, 1, torch.device("cpu"))
         )
 
 
 def test_comparison_counts_what_changed():
-    ours, base = of(10, [1, 1, 1, 0, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0, 1, 1])
-    found = E.compare_with_baseline(ours, base, "accuracy")
-    assert (found["gained_uids"], found["lost_uids"]) == (["0", "1"], ["3"])
-    assert (found["gained"], found["lost"], found["mcnemar_p"]) == (2, 1, 1.0)
-    assert found["difference"] == pytest.approx(0.1)
-    low, high = found["difference_ci95"]
+    ours, base = paired_records(10, [1, 1, 1, 0, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0, 1, 1])
+    comparison = E.compare_with_baseline(ours, base, "accuracy")
+    assert (comparison["gained_uids"], comparison["lost_uids"]) == (["0", "1"], ["3"])
+    assert (comparison["gained"], comparison["lost"], comparison["mcnemar_p"]) == (2, 1, 1.0)
+    assert comparison["difference"] == pytest.approx(0.1)
+    low, high = comparison["difference_ci95"]
     assert -0.35 < low < 0 < 0.1 < high < 0.5
     same = E.compare_with_baseline(ours, ours, "accuracy")
     low, high = same["difference_ci95"]
@@ -102,7 +105,7 @@ def test_summary_counts_per_example_and_type():
     assert low < 4.5 < high
 
 
-def test_tasks_and_groups_are_counted_apart():
+def test_tasks_and_groups_are_counted_separately():
     records = [record("a", [1.0]), record("a", [0.0]), record("a", [0.0]), record("a", [1.0])]
     for i, r in enumerate(records):
         tasks, levels = ["one", "one", "one", "two"], ["2", "1", "1", "none"]
@@ -116,7 +119,7 @@ def test_tasks_and_groups_are_counted_apart():
     assert 0.1 < low < 0.5 and 0.8 < high <= 1.0
 
 
-def test_a_task_without_right_or_wrong_has_a_reward():
+def test_a_task_without_accuracy_reports_its_reward():
     records = [record("a", [0.5, 0.75])]
     for s in records[0]["samples"]:
         del s["rewards"]["accuracy"], s["rewards"]["format"]
@@ -125,34 +128,36 @@ def test_a_task_without_right_or_wrong_has_a_reward():
     assert not summary.keys() & {"accuracy", "accuracy_ci95", "pass@1", "majority@2", "format"}
     assert summary["by_answer_type"]["a"] == {"n": 1, "reward": 0.625, "reward_ci95": wilson_interval(0.625, 1)}
     assert E.format_summary(summary)[0].startswith("reward 0.625")
+    # training prints the first entry alone, so it has to say that rewards failed
+    assert E.format_summary(summary | {"failed": 3})[0].endswith("\n  failed rewards, counted as 0: 3")
     assert E.visual_reliance(records, {"none": records}, "reward")["constant"] is None
 
 
 def test_every_named_reward_has_a_mean_with_its_interval():
-    """Of the examples that have it; of several tasks each its own."""
+    """The mean is over the examples that have the reward. With several tasks, each task has its own means."""
     records = [record("a", [0.5, 1.0]), record("b", [0.0, 1.0]), record("c", [0.5, 0.5])]
-    found = [({"country": 1.0, "km": 12.0}, {"country": 0.0}), ({"country": 1.0}, {"country": 1.0}),
-             ({"image_1": 0.5, "image_2": 1.0},) * 2]  # fmt: skip
-    for r, of_samples in zip(records, found, strict=True):
-        for s, rewards in zip(r["samples"], of_samples, strict=True):
+    rewards_by_example = [({"country": 1.0, "km": 12.0}, {"country": 0.0}), ({"country": 1.0}, {"country": 1.0}),
+                          ({"image_1": 0.5, "image_2": 1.0},) * 2]  # fmt: skip
+    for r, rewards_by_sample in zip(records, rewards_by_example, strict=True):
+        for s, rewards in zip(r["samples"], rewards_by_sample, strict=True):
             s["rewards"] = rewards | {"reward": s["rewards"]["reward"]}
-    one = E.summarise(records[:2])["rewards"]
-    assert one == {"country": {"n": 2, "mean": 0.75, "mean_ci95": wilson_interval(1.5, 2)},
-                   "km": {"n": 1, "mean": 12.0, "mean_ci95": (12.0, 12.0)}}  # fmt: skip
+    one_task = E.summarise(records[:2])["rewards"]
+    assert one_task == {"country": {"n": 2, "mean": 0.75, "mean_ci95": wilson_interval(1.5, 2)},
+                        "km": {"n": 1, "mean": 12.0, "mean_ci95": (12.0, 12.0)}}  # fmt: skip
     records[2]["task"], records[2]["samples"][1]["rewards"]["accuracy"] = "other", 0.5
-    both = E.summarise(records)
-    assert {name: (x["n"], x["mean"]) for name, x in both["rewards"].items()} == {
+    two_tasks = E.summarise(records)
+    assert {name: (x["n"], x["mean"]) for name, x in two_tasks["rewards"].items()} == {
         "shapes/country": (2, 0.75), "shapes/km": (1, 12.0), "shapes/reward": (2, 0.625),
         "other/accuracy": (1, 0.5), "other/image_1": (1, 0.5), "other/image_2": (1, 1.0), "other/reward": (1, 0.5),
     }  # fmt: skip
-    assert both["metric"] == "reward" and "task_mean" in both
-    told = E.format_summary(both)
-    assert "rewards:" in told and any(line.split()[0] == "shapes/km" and line.endswith("n 1") for line in told)
+    assert two_tasks["metric"] == "reward" and "task_mean" in two_tasks
+    lines = E.format_summary(two_tasks)
+    assert "rewards:" in lines and any(line.split()[0] == "shapes/km" and line.endswith("n 1") for line in lines)
     accurate = E.summarise([record("a", [1.0])])
     assert accurate["rewards"].keys() == {"format", "reward"} and accurate["metric"] == "accuracy"
 
 
-def test_where_answers_are_right_in_part_there_is_no_pass_at_k():
+def test_partly_correct_answers_have_no_pass_at_k():
     summary = E.summarise([record("a", [2 / 3, 1.0]), record("b", [0.0, 1 / 3])])
     assert summary["accuracy"] == summary["avg@2"] == pytest.approx(0.5) and "pass@1" not in summary
     mixed = [record("a", [1.0]), record("b", [1.0])]
@@ -160,7 +165,7 @@ def test_where_answers_are_right_in_part_there_is_no_pass_at_k():
     assert E.summarise(mixed)["metric"] == "reward"
 
 
-def test_votes_are_for_what_is_in_the_box():
+def test_votes_count_the_boxed_answers():
     texts = [r"<think>3</think> \boxed{4}", r"\boxed{4.0}", "5", r"\boxed{5", "<think>so</think> 5"]
     kinds = [voted_answer({"text": text, "finish_reason": "stop"}) for text in texts]
     assert kinds == ["4", "4", "5", r"\boxed{5", "5"]
@@ -171,26 +176,62 @@ def test_votes_are_for_what_is_in_the_box():
     assert E.summarise([r])["majority@5"] == 0.5  # 4 and 5 have two votes each
 
 
-def test_reliance_says_whether_it_looks():
+def test_reliance_says_whether_the_model_uses_the_image():
     truths = ["red", "red", "blue", "green"] * 10
-    seen, blind = of(40, [1.0] * 40, [1.0, 0, 0, 0] * 10)
+    seen, blind = paired_records(40, [1.0] * 40, [1.0, 0, 0, 0] * 10)
     for records in (seen, blind):
         for r, truth in zip(records, truths, strict=True):
             r |= {"answer_type": "colour", "ground_truth": truth}
-    table = E.visual_reliance(seen, {"blank": blind, "none": seen}, "accuracy")
-    assert table["constant"] == 0.5 and table["blank"]["drop"] == 0.75
-    assert table["blank"]["accuracy_ci95"] == wilson_interval(10, 40) and table["none"]["drop"] == 0
-    assert table["said"] == (
-        "With white images of the same size the accuracy drops by 0.750, to a level not significantly above chance: "
-        "the model uses the image. With no images at all the accuracy does not drop significantly: no evidence that "
-        "the model uses the image.")
-    half, _ = of(40, [1.0, 1.0, 1.0, 0] * 10, [0.0] * 40)
+    reliance = E.visual_reliance(seen, {"blank": blind, "none": seen}, "accuracy")
+    assert reliance["constant"] == 0.5 and reliance["blank"]["drop"] == 0.75
+    assert reliance["blank"]["accuracy_ci95"] == wilson_interval(10, 40) and reliance["none"]["drop"] == 0
+    assert reliance["said"] == (
+        "With white images of the same size the accuracy drops by 0.750 to 0.250, not significantly above chance "
+        "(0.500): the model uses the image. With no images at all the accuracy does not drop significantly, to 1.000: "
+        "no evidence that the model uses the image.")
+    guessing = E.visual_reliance(blind, {"blank": blind}, "accuracy")["said"]
+    assert guessing.startswith("The accuracy, 0.250, is not significantly above chance, 0.500")
+    half, _ = paired_records(40, [1.0, 1.0, 1.0, 0] * 10, [0.0] * 40)
     for r, truth in zip(half, truths, strict=True):
         r |= {"answer_type": "colour", "ground_truth": truth}
-    assert "but stays above chance" in E.visual_reliance(seen, {"shuffled": half}, "accuracy")["said"]
+    said = E.visual_reliance(seen, {"shuffled": half}, "accuracy")["said"]
+    assert "to 0.750, above chance (0.500): some questions" in said
 
 
-def test_comparison_refuses_other_examples():
+def test_the_table_of_ablations_has_the_accuracy_of_the_questions_with_images():
+    """The drops are from it, and not from the accuracy of all questions."""
+    seen, blind = paired_records(8, [1.0] * 4 + [0.0] * 4, [0.0] * 8)
+    for r in (*seen[4:], *blind[4:]):
+        r["n_images"] = 0
+    summary = E.summarise(seen) | {"reliance": E.visual_reliance(seen, {"blank": blind}, "accuracy")}
+    [own, blank] = [line.split("  ") for line in E.format_summary(summary) if "images  " in line or "same size" in line]
+    assert summary["accuracy"] == 0.5 and "1.000 (" in own[-1] and blank[-1].startswith("drop 1.000")
+    examples = {r["uid"]: Example(r["uid"], "shapes", [], [], "x", {}) for r in seen}
+    page = next(pages(ReportPage("t", seen, examples, summary), {}))
+    assert re.search(r"the original images</th>[^\n]*>1\.000<", page)
+
+
+def test_ablations_of_frames_count_only_questions_with_videos():
+    """Other questions are unchanged, so they would hide a drop and count as right answers to reversed videos."""
+    seen, ablated = paired_records(40, [1.0] * 40, [0.0] * 20 + [1.0] * 20)
+    for i, (r, other) in enumerate(zip(seen, ablated, strict=True)):
+        fields = {"n_videos": int(i < 20), "answer_type": "a", "ground_truth": str(i % 2 if i < 20 else i)}
+        r |= fields
+        other |= fields
+    kinds = ("blank", "permuted", "reversed_answer")
+    reliance = E.visual_reliance(seen, dict.fromkeys(kinds, ablated), "accuracy")
+    assert {k: (reliance[k]["n"], reliance[k]["drop"]) for k in kinds} == {
+        "blank": (40, 0.5), "permuted": (20, 1.0), "reversed_answer": (20, 1.0)}
+    assert reliance["own_videos"]["n"] == 20
+    table = "\n".join(E.format_summary(E.summarise(seen) | {"reliance": reliance}))
+    assert re.search(r"the original images +1.000.*\n  the original videos +1.000.*\n  white images", table), table
+    assert "own_videos" not in E.visual_reliance(seen[:20], {"permuted": ablated[:20]}, "accuracy")
+    assert reliance["constant"] == 0.25 and "drops by 1.000 to 0.000, not significantly above chance (0.500)" in (
+        reliance["said"])
+    assert "Of the reversed videos 0.000 get the answer that is right for them." in reliance["said"]
+
+
+def test_comparison_refuses_different_examples():
     with pytest.raises(AssertionError, match="same examples"):
         E.compare_with_baseline([record("a", [1.0])], [record("b", [1.0])], "accuracy")
 
@@ -205,39 +246,39 @@ def coloured(uid, *images, extra=None):
     return Example(uid, "shapes", messages, files, "x", extra or {})
 
 
-def jpeg_free(colour):
-    """The same pixels as `coloured`'s, written otherwise."""
+def webp_bytes(colour):
+    """Return an image with the same pixels as in `coloured`, in another file format."""
     Image.new("RGB", (56, 28), colour).save(file := io.BytesIO(), format="WEBP", lossless=True)
     return file.getvalue()
 
 
-def test_others_images_have_the_size_of_those_they_replace():
+def test_shuffled_images_have_the_size_of_those_they_replace():
     red, blue, green = "red", "blue", "green"
     examples = [coloured("a", ((56, 28), red)), coloured("b", ((28, 84), blue), ((56, 56), green)),
                 coloured("c", ((84, 84), "yellow")), coloured("d")]
-    shown = E.Ablation("shuffled", examples, identity, 0)
+    ablation = E.Ablation("shuffled", examples, identity, 0)
     for example in examples:
-        other = shown.reset_fn(example)
+        other = ablation.reset_fn(example)
         assert other.image_sizes == example.image_sizes and other.messages == example.messages
-        mine = {image.getpixel((3, 3)) for image in example.pil_images}
-        assert not mine & {image.getpixel((3, 3)) for image in other.pil_images}
-        again = E.Ablation("shuffled", examples, identity, 0).reset_fn(example)
-        assert list(again.images) == list(other.images)
-    again = [coloured("a", ((56, 28), red)), coloured("b", ((56, 28), red))]  # the same image in another file
-    again[1] = replace(again[1], images=[jpeg_free(red)])
-    with pytest.raises(ValueError, match="row 'a': --ablate shuffled: no example has other images"):
-        E.Ablation("shuffled", again, identity, 0).reset_fn(again[0])
-    with pytest.raises(ValueError, match="row 'a': --ablate shuffled: no example has other images"):
-        alike = [coloured("a", ((56, 28), red)), coloured("b", ((56, 28), red))]  # the same bytes
-        E.Ablation("shuffled", alike, identity, 0).reset_fn(alike[0])
+        colours = {image.getpixel((3, 3)) for image in example.pil_images}
+        assert not colours & {image.getpixel((3, 3)) for image in other.pil_images}
+        repeated = E.Ablation("shuffled", examples, identity, 0).reset_fn(example)
+        assert list(repeated.images) == list(other.images)
+    same_pixels = [coloured("a", ((56, 28), red)), coloured("b", ((56, 28), red))]  # the same image in another file
+    same_pixels[1] = replace(same_pixels[1], images=[webp_bytes(red)])
+    with pytest.raises(ValueError, match="row 'a': shuffled: no example has other images"):
+        E.Ablation("shuffled", same_pixels, identity, 0).reset_fn(same_pixels[0])
+    with pytest.raises(ValueError, match="row 'a': shuffled: no example has other images"):
+        same_bytes = [coloured("a", ((56, 28), red)), coloured("b", ((56, 28), red))]
+        E.Ablation("shuffled", same_bytes, identity, 0).reset_fn(same_bytes[0])
 
 
-def test_without_images_their_marks_go_too(loaded):
+def test_without_images_their_placeholders_are_removed(loaded):
     example = coloured("a", ((56, 56), "red"), ((56, 56), "blue"))
-    shown = E.Ablation("none", [example], identity, 0)
-    assert shown.reset_fn(example).messages == [{"role": "user", "content": "Which?"}] and not shown.blank
-    [prompt] = make_prompts([example], loaded["qwen2_5_vl"][1], reset_fn=shown.reset_fn)
-    assert prompt.images == [] and prompt.example is example  # which its reward gets
+    ablation = E.Ablation("none", [example], identity, 0)
+    assert ablation.reset_fn(example).messages == [{"role": "user", "content": "Which?"}] and not ablation.blank
+    [prompt] = make_prompts([example], loaded["qwen2_5_vl"][1], reset_fn=ablation.reset_fn)
+    assert prompt.images == [] and prompt.example is example  # the reward still gets the original example
 
 
 def test_curve_of_a_run(tmp_path):
@@ -246,13 +287,13 @@ def test_curve_of_a_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     draw_curve(tmp_path, 0.1, tmp_path / "curve.png", "shapes", "accuracy")
     image = Image.open(tmp_path / "curve.png").convert("RGB")
-    colours = {tuple(int(code[i : i + 2], 16) for i in (0, 2, 4)) for code in ("1f77b4", "ff7f0e", "c0392b")}
-    assert image.size == (864, 456) and colours <= {colour for _, colour in image.getcolors(1 << 20)}
+    colours = {tuple(int(code[i : i + 2], 16) for i in (0, 2, 4)) for code in ("1f77b4", "ff7f0e", "2ca02c")}
+    assert image.size == (750, 365) and colours <= {colour for _, colour in image.getcolors(1 << 20)}
 
 
 def test_answer_types_are_text():
-    named = (5, 0, "count", None, "", 1.5, ["a"])
-    kinds = [example_answer_type(SimpleNamespace(extra={"answer_type": kind})) for kind in named]
+    values = (5, 0, "count", None, "", 1.5, ["a"])
+    kinds = [example_answer_type(SimpleNamespace(extra={"answer_type": kind})) for kind in values]
     assert kinds == ["5", "0", "count", "all", "all", "1.5", "['a']"]
     assert example_answer_type(SimpleNamespace(extra={})) == "all"
 
@@ -269,62 +310,88 @@ def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
     }
     (tmp_path / "run" / "run.json").write_text(json.dumps({"args": settings}))
     (tmp_path / "mine.py").touch()
-    more = ["--data", str(data), "--out", str(tmp_path / "e")]
-    again = ["--reward", f"{tmp_path}/mine.py:f"]
+    common = ["--data", str(data), "--out", str(tmp_path / "e")]
+    reward_flags = ["--reward", f"{tmp_path}/mine.py:f"]
     for path in (tmp_path / "run", checkpoint):
-        args = E.parse_args([str(path), *more, *again, "--image-key", "images", "--dtype", "auto"])
+        args = E.parse_args([str(path), *common, *reward_flags, "--image-key", "images", "--dtype", "auto"])
         assert (args.max_new_tokens, args.max_prompt_tokens, args.instruction) == (2048, 700, "geo3k")
         assert (args.max_pixels, args.min_pixels) == (4000, None)
         assert (args.prompt_key, args.answer_key) == ("problem", "answer")
         assert (args.data_source, args.bad_rows) == ("geo3k", "skip")
         assert (args.image_key, args.dtype, args.reward) == ("images", "auto", (*settings["reward"],))
-        same, *other = E.describe_run_settings(args)
-        told = dict(part.split(" ", 1) for part in same.removeprefix("same as in training: ").split(", "))
-        assert told["--max-new-tokens"] == "2048" and told["--instruction"] == "geo3k"
-        assert told["--prompt-key"] == "problem"
-        assert not told.keys() & {"--dtype", "--model", "--image-key", "--group-size"}
-        assert other == ["unlike the run's evaluations: --image-key images (run: image), "
-                         f"--dtype auto (run: bfloat16), --data {data} (run: none)"]
-    args = E.parse_args([str(tmp_path / "run"), *more, "--reward", "default"])
-    told = "\n".join(E.describe_run_settings(args))
-    assert args.reward == () and f"(run: {tmp_path}/mine.py:f)" in told
-    assert E.parse_args([str(tmp_path / "run"), *more, "--reward", "other.py:g"]).reward == ("other.py:g",)
-    plain = E.parse_args([str(toys["qwen2_5_vl"]), *more])
+        same_line, *other_lines = E.describe_run_settings(args)
+        printed = dict(part.split(" ", 1) for part in same_line.removeprefix("same as in training: ").split(", "))
+        assert printed["--max-new-tokens"] == "2048" and printed["--instruction"] == "geo3k"
+        assert printed["--prompt-key"] == "problem"
+        assert not printed.keys() & {"--dtype", "--model", "--image-key", "--group-size"}
+        assert other_lines == ["unlike the run's evaluations: --image-key images (run: image), "
+                               f"--dtype auto (run: bfloat16), --data {data} (run: none)"]
+    args = E.parse_args([str(tmp_path / "run"), *common, "--reward", "default"])
+    printed = "\n".join(E.describe_run_settings(args))
+    assert args.reward == () and f"(run: {tmp_path}/mine.py:f)" in printed
+    assert E.parse_args([str(tmp_path / "run"), *common, "--reward", "other.py:g"]).reward == ("other.py:g",)
+    plain = E.parse_args([str(toys["qwen2_5_vl"]), *common])
     assert (plain.max_new_tokens, plain.max_prompt_tokens, plain.instruction) == (512, 2048, "")
     assert E.describe_run_settings(plain) == []
 
 
-def test_an_unknown_flag_is_one_line(capsys):
+def test_a_file_is_the_same_by_any_path(toys, tmp_path, monkeypatch):
+    """A run stores absolute paths; the same file by a relative path is no other setting, nor another evaluation."""
+    (tmp_path / "run" / "checkpoints" / "step_000001").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step_000001" / "trainer.json").write_text("{}")
+    settings = {"model": str(toys["qwen2_5_vl"]), "eval_data": f"{tmp_path}/a.parquet,{tmp_path}/b.parquet"}
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"args": settings}))
+    for name in "abc":
+        (tmp_path / f"{name}.parquet").touch()
+    monkeypatch.chdir(tmp_path / "run")
+
+    def parse(data):
+        return E.parse_args([".", "--data", data, "--out", "../e"])
+
+    for same in ("../a.parquet,../b.parquet", f"../a.parquet,{tmp_path}/b.parquet"):
+        assert "unlike" not in "\n".join(E.describe_run_settings(parse(same)))
+    printed = "\n".join(E.describe_run_settings(parse("../a.parquet,../c.parquet")))
+    assert f"--data ../a.parquet,../c.parquet (run: {settings['eval_data']})" in printed
+    assert "--data ../a.parquet,../d.parquet" in "\n".join(E.describe_run_settings(parse("../a.parquet,../d.parquet")))
+    (tmp_path / "e").mkdir()
+    first = E.evaluation_settings(parse("../a.parquet"))
+    (tmp_path / "e" / "eval.json").write_text(json.dumps({"settings": first}))
+    E.check_output_dir(parse(f"{tmp_path}/a.parquet"))
+    with pytest.raises(UserError, match=r"holds another evaluation: --data was \.\./a\.parquet and is \.\./c\.parquet"):
+        E.check_output_dir(parse("../c.parquet"))
+
+
+def test_the_error_for_an_unknown_flag_is_one_line(capsys):
     with pytest.raises(SystemExit) as stop:
         E.parse_args(["toy", "--dta", "test.parquet", "--out", "e"])
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("error: unknown flag --dta (did you mean --data")
 
 
-def test_out_is_tried_before_anything_is_read(toys, tmp_path, monkeypatch):
+def test_out_is_checked_before_anything_is_read(toys, tmp_path, monkeypatch):
     monkeypatch.setattr(E, "setup_distributed", lambda: DistContext(0, 1, torch.device("cpu")))
     refused = "/sys/no" if os.geteuid() == 0 else "/no"  # /sys: nobody makes files there
     with pytest.raises(ValueError, match=f"--out {refused}: .* cannot be written"):
         E.main(E.parse_args([str(toys["qwen2_5_vl"]), "--data", "none.parquet", "--out", refused]))
 
 
-def test_a_full_disk_does_not_take_the_figures_with_it(toys, tmp_path):
+def test_figures_are_printed_even_if_the_disk_is_full(toys, tmp_path):
     rows = list(shapes_rows(6, "test", 0))
-    for row, kind in zip(rows, (5, 5, 0, None, None, None), strict=True):
-        row["extra_info"]["answer_type"] = kind
+    for row, answer_type in zip(rows, (5, 5, 0, None, None, None), strict=True):
+        row["extra_info"]["answer_type"] = answer_type
         row["extra_info"]["uid"] += "\x1b[2J"
     rows[5]["prompt"][0]["content"] += " why?" * 100
     data, out = write_parquet(tmp_path / "test.parquet", rows), tmp_path / "out"
     out.mkdir()
     (out / "eval.json.tmp").symlink_to("/dev/full")
-    # the task's own knows its types
+    # the task's own reward would refuse these answer types
     (tmp_path / "mine.py").write_text("def score(response, example):\n    return 0.0\n")
     done = run([sys.executable, "eval.py", toys["qwen2_5_vl"], "--data", data, "--max-new-tokens", 3,
                 "--max-prompt-tokens", 200, "--reward", f"{tmp_path}/mine.py:score", "--out", out], check=False)
     assert done.returncode == 1 and "no space left" in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert "reward 0.000" in done.stdout and "wrote" not in done.stdout
-    kinds = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
-    assert kinds == ["0", "5", "all"]
+    types = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert types == ["0", "5", "all"]
     assert "left out: 'shapes-test-0-5\\x1b[2J': " in done.stdout and "\x1b" not in done.stdout
 
 
@@ -336,8 +403,8 @@ def data(tmp_path):
 def test_command_writes_json_predictions_and_page_and_compares(toys, data, tmp_path):
     toy, out = toys["qwen3_vl"], tmp_path / "e"
     command = [sys.executable, "eval.py", toy, "--data", data, "--max-new-tokens", 3, "--out", out]
-    more = ["--baseline", toy, toys["qwen2_5_vl"], "--ablate", "shuffled", "none", "--group-by", "split"]
-    done = run([*command, *more])
+    comparisons = ["--baseline", toy, toys["qwen2_5_vl"], "--ablate", "shuffled", "none", "--group-by", "split"]
+    done = run([*command, *comparisons])
     result = json.loads((out / "eval.json").read_text())
     assert result["n"] == 10 and set(result["by_answer_type"]) == {"count", "colour", "shape", "exists", "angle"}
     same, other = result["baselines"]
@@ -355,26 +422,26 @@ def test_command_writes_json_predictions_and_page_and_compares(toys, data, tmp_p
     assert E.summarise(lines["predictions.jsonl"])["reward"] == result["reward"]
 
     before = (out / "eval.json").read_bytes()
-    again = run([*command, *more])  # the same one may be made again
+    again = run([*command, *comparisons])  # the same evaluation may be repeated
     assert "wrote" in again.stdout and (out / "eval.json").read_bytes() == before
-    other = run([*command, *more, "--limit", 4], check=False)
+    other = run([*command, *comparisons, "--limit", 4], check=False)
     assert f"error: --out {out} holds another evaluation: --limit was None and is 4" in other.stderr
     assert other.returncode == 1 and (out / "eval.json").read_bytes() == before
 
 
 def test_several_samples_on_two_processes(toys, data, tmp_path):
     toy, out = toys["qwen3_vl"], tmp_path / "e"
-    two = run([*TORCHRUN, 2, "eval.py", toy, "--data", data, "--ablate", "blank", "--samples", 3,
-               "--max-new-tokens", 3, "--out", out])
+    done = run([*TORCHRUN, 2, "eval.py", toy, "--data", data, "--ablate", "blank", "--samples", 3,
+                "--max-new-tokens", 3, "--out", out])
     result = json.loads((out / "eval.json").read_text())
-    assert result["n"] == 10 and result["samples"] == 3 and two.stdout.count("wrote") == 1
+    assert result["n"] == 10 and result["samples"] == 3 and done.stdout.count("wrote") == 1
     assert {"avg@3", "pass@1", "pass@2", "pass@3", "majority@3"} <= result.keys() and "blank" in result["reliance"]
-    assert "white images of the same size" in two.stdout
+    assert "white images of the same size" in done.stdout
 
 
 @pytest.mark.slow
-def test_its_figure_is_the_trainings(toys, tmp_path):
-    """To the last digit, with the settings of the run and its reward alone."""
+def test_eval_reports_the_same_figures_as_training(toys, tmp_path):
+    """The figures are equal to the last digit when eval.py gets the run and its --reward."""
     rows = list(shapes_rows(24, "test", 0))
     data = write_parquet(tmp_path / "test.parquet", rows)
     (tmp_path / "length.py").write_text(
@@ -382,28 +449,28 @@ def test_its_figure_is_the_trainings(toys, tmp_path):
         "    short = finish_reason == 'stop'\n"
         "    return {'accuracy': float(sum(map(ord, response)) % 3 == 0), 'reward': len(response) / 7 - short}\n")
     out = tmp_path / "run"
-    more = ["--steps", 2, "--eval-data", data, "--reward", f"{tmp_path}/length.py:score", "--max-new-tokens", 9,
-            "--max-pixels", 4000, "--lr", "0.003"]
-    run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, out, *more)])
+    settings = ["--steps", 2, "--eval-data", data, "--reward", f"{tmp_path}/length.py:score", "--max-new-tokens", 9,
+                "--max-pixels", 4000, "--lr", "0.003"]
+    run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, out, *settings)])
     trained = read_rows(out / "metrics.jsonl")[-1]
-    done = run([sys.executable, "eval.py", out, "--out", tmp_path / "e", *more[4:6]])
+    done = run([sys.executable, "eval.py", out, "--out", tmp_path / "e", *settings[4:6]])
     result = json.loads((tmp_path / "e" / "eval.json").read_text())
     assert {f"eval/{name}": result[name] for name in ("accuracy", "reward", "truncated")} == {
         name: trained[name] for name in ("eval/accuracy", "eval/reward", "eval/truncated")}
     assert 0 < result["accuracy"] < 1 and result["reward"] != result["accuracy"]
     assert "unlike the run" not in done.stdout and "--max-pixels 4000" in done.stdout
-    # its folder is no place for another report
-    refused = run([sys.executable, "eval.py", out, "--out", out, *more[4:6]], check=False)
+    # the run's folder already has a report
+    refused = run([sys.executable, "eval.py", out, "--out", out, *settings[4:6]], check=False)
     assert refused.returncode == 1 and "is a run, whose report.html this would replace" in refused.stderr
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_training_evaluates_every_example_once(tp, toys, tmp_path):
-    """Also where two processes train on the same data: they evaluate on different examples."""
+    """This also holds with --tp 2: the two ranks train on the same data but evaluate different examples."""
     data = write_parquet(tmp_path / "test.parquet", shapes_rows(13, "test", 0))
     out = tmp_path / "run"
-    more = ["--steps", 1, "--eval-data", data, "--tp", tp]
-    run([*TORCHRUN, 2, "train.py", *flags(toys["qwen2_5_vl"], data, out, *more)])
+    settings = ["--steps", 1, "--eval-data", data, "--tp", tp]
+    run([*TORCHRUN, 2, "train.py", *flags(toys["qwen2_5_vl"], data, out, *settings)])
     assert [row["eval/n"] for row in read_rows(out / "metrics.jsonl")] == [13, 13]
     uids = [json.loads(line)["uid"] for line in (out / "eval" / "step_000001.jsonl").read_text().splitlines()]
     assert uids == [row["extra_info"]["uid"] for row in shapes_rows(13, "test", 0)]
@@ -425,7 +492,7 @@ def test_training_evaluates_every_example_once(tp, toys, tmp_path):
     (["EMPTY_RUN"], "without a complete checkpoint"),
     (["CODE"], "this model needs custom code"),
 ])
-def test_mistakes_are_one_line(arguments, match, toys, data, tmp_path):
+def test_errors_are_one_line(arguments, match, toys, data, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "run.json").write_text("{}")
     code = shutil.copytree(toys["qwen2_5_vl"], tmp_path / "code")
@@ -461,8 +528,8 @@ def test_merge_refuses_what_it_cannot_do(case, match, toys, tmp_path):
 
 
 @pytest.mark.slow
-def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
-    """Beside the bitwise test of weights in test_train.py: the folder opens, and evaluates as the run does."""
+def test_a_merged_folder_with_a_tied_head_evaluates_as_the_run_does(tmp_path):
+    """The merged folder loads and evaluates as the run does. test_train.py compares the weights bit by bit."""
     make_model(tmp_path / "tied", hidden=64, layers=2, vocab=448, tied=True)
     train_file = write_parquet(tmp_path / "train.parquet", shapes_rows(8, "train", 0))
     common = flags(tmp_path / "tied", train_file, tmp_path / "run", "--max-pixels", 4000)
@@ -470,16 +537,16 @@ def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
     run([*TORCHRUN, 2, "train.py", *common, "--steps", 2, "--resume", "auto"])
     done = run([sys.executable, "merge_lora.py", tmp_path / "run", "--out", tmp_path / "hf"])
     limits = json.loads((tmp_path / "hf" / "preprocessor_config.json").read_text())["size"]
-    assert limits["longest_edge"] == 4000  # the run's, not the base's
+    assert limits["longest_edge"] == 4000  # the run's limit, not the base model's
     run([sys.executable, "merge_lora.py", tmp_path / "run", "--out", tmp_path / "half", "--dtype", "bfloat16"])
-    assert "largest log-probability difference" in done.stdout
+    assert "log-probabilities differ from the run's" in done.stdout
     texts = []
     settings = ["--max-new-tokens", 6, "--max-prompt-tokens", 80, "--reward", f"{tmp_path}/reward.py:score"]
-    for name, more in (("run", settings[-2:]), ("hf", settings)):
+    for name, extra_flags in (("run", settings[-2:]), ("hf", settings)):
         out = tmp_path / f"e-{name}"
-        done = run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--out", out, *more])
-        told = f"--max-pixels 4000, --reward {tmp_path}/reward.py:score, --max-new-tokens 6, --max-prompt-tokens 80"
-        assert (f"same as in training: {told}" in done.stdout) == (name == "run")
+        done = run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--out", out, *extra_flags])
+        expected = f"--max-pixels 4000, --reward {tmp_path}/reward.py:score, --max-new-tokens 6, --max-prompt-tokens 80"
+        assert (f"same as in training: {expected}" in done.stdout) == (name == "run")
         texts.append((out / "predictions.jsonl").read_text())
     assert texts[0] == texts[1]
     assert (tmp_path / "hf" / "preprocessor_config.json").is_file()

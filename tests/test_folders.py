@@ -1,4 +1,4 @@
-"""Folders of strangers: what they must not make us do.   pytest tests/test_folders.py"""
+"""Tests that files from strangers (runs, models, data) cannot run code or leak data.   pytest tests/test_folders.py"""
 
 import json
 import os
@@ -27,9 +27,9 @@ from sources import tables
 from sources import text as texts
 from tasks.shapes import shapes_rows
 
-# --- what run.json may bring along ------------------------------------------------------------------------------------
+# --- settings that run.json passes on --------------------------------------------------------------------------------
 
-WITHHELD = [  # a setting of a run, and what it must not do without the user's word
+WITHHELD = [  # a setting of a run, and what it must not do unless the user passes it too
     ("reward", ["geo3k=evil.py:f"], "runs a file"),
     ("env", "evil.py:Env", "runs a file"),
     ("env_settings", ["path=/etc/passwd"], "hands text to an environment"),
@@ -53,11 +53,11 @@ def run_folder(folder, **args):
     return args
 
 
-def by_command(command, folder, *more):
-    """What train.py --resume and eval.py make of a run's folder, with further flags."""
+def parse_command(command, folder, *extra_flags):
+    """Return the settings that train.py --resume or eval.py reads from a run's folder and further flags."""
     if command == "train":
-        return train.parse_args(["--out", str(folder), "--resume", "auto", *more]).to_flags()
-    return vars(E.parse_args([str(folder), "--data", "d", "--out", "e", *more]))
+        return train.parse_args(["--out", str(folder), "--resume", "auto", *extra_flags]).to_flags()
+    return vars(E.parse_args([str(folder), "--data", "d", "--out", "e", *extra_flags]))
 
 
 @pytest.fixture
@@ -65,76 +65,77 @@ def command(request, monkeypatch, tmp_path):
     def locate(path, flag=""):
         return "m", tmp_path, json.loads((tmp_path / "run.json").read_text())["args"]
 
-    monkeypatch.setattr(E, "resolve_model", locate)  # its model need not be there
+    monkeypatch.setattr(E, "resolve_model", locate)  # the model need not exist
     return request.param
 
 
-TAKEN = {"train": {row[0] for row in WITHHELD}, "eval": {f.name for f in fields(E.InheritedConfig)}}
+INHERITED = {"train": {row[0] for row in WITHHELD}, "eval": {f.name for f in fields(E.InheritedConfig)}}
 
 
-CASES = [(command, *row[:2]) for command in TAKEN for row in WITHHELD if row[0] in TAKEN[command]]
+CASES = [(command, *row[:2]) for command in INHERITED for row in WITHHELD if row[0] in INHERITED[command]]
 
 
 @pytest.mark.parametrize("command, name, value", CASES, indirect=["command"])
-def test_a_folder_names_no_code_server_or_secret(command, name, value, tmp_path):
+def test_a_folder_cannot_name_code_servers_or_secrets(command, name, value, tmp_path):
     run_folder(tmp_path, **{name: value})
     values = value if isinstance(value, list) else [value]
     flag = f"--{name.replace('_', '-')}"
     with pytest.raises(UserError) as refused:
-        by_command(command, tmp_path)
+        parse_command(command, tmp_path)
     text = str(refused.value)
     assert "\n" not in text and f"{tmp_path} was trained with {flag} " in text and f"; add {flag} " in text
     assert values[0].split("=")[0] in text and text.endswith(f"or {flag} default to do without")
-    given = by_command(command, tmp_path, flag, *values)
-    assert given[name] == (tuple(value) if isinstance(value, list) else value) and given["max_new_tokens"] == 77
-    assert by_command(command, tmp_path, flag, "default")[name] in ((), None)
+    parsed = parse_command(command, tmp_path, flag, *values)
+    assert parsed[name] == (tuple(value) if isinstance(value, list) else value) and parsed["max_new_tokens"] == 77
+    assert parse_command(command, tmp_path, flag, "default")[name] in ((), None)
 
 
 @pytest.mark.parametrize("command", ["train", "eval"], indirect=True)
-def test_what_is_plain_a_folder_brings_along(command, tmp_path):
+def test_harmless_settings_are_inherited_from_a_folder(command, tmp_path):
     (tmp_path / "stages.toml").write_text("")
     args = {"env": "calculator", "env_settings": ["cost=0.5"], "curriculum": str(tmp_path / "stages.toml")}
     args |= {"judge": ["weight=0.5", "model=big"], "prompt_key": "problem", "image_root": str(tmp_path)}
     args |= {"vllm": ["gpu_memory_utilization=0.5", "enforce_eager=true"], "report_to": ["tensorboard"]}
     run_folder(tmp_path, **args)
-    found = by_command(command, tmp_path)
+    inherited = parse_command(command, tmp_path)
     for name, value in args.items():
-        if name in TAKEN[command]:
-            assert found[name] == (tuple(value) if isinstance(value, list) else value)
-    without = by_command(command, tmp_path, "--env", "default", "--judge-url", "default")
-    assert without["env_settings"] == () and without["judge"] == ()  # gone with the flag they belong to
+        if name in INHERITED[command]:
+            assert inherited[name] == (tuple(value) if isinstance(value, list) else value)
+    without = parse_command(command, tmp_path, "--env", "default", "--judge-url", "default")
+    assert without["env_settings"] == () and without["judge"] == ()  # dropped with the flag that they belong to
     run_folder(tmp_path, reward=["a.py:f"], judge_url="http://x")
-    with pytest.raises(UserError, match="or --reward default --judge-url default to do without$"):  # all at once
-        by_command(command, tmp_path)
+    with pytest.raises(UserError, match="or --reward default --judge-url default to do without$"):  # all flags
+        parse_command(command, tmp_path)
 
 
-def test_a_run_writes_where_the_command_says(tmp_path):
-    """--resume RUN without --out: run.json could name any folder of this machine."""
+def test_a_run_writes_only_where_the_command_says(tmp_path):
+    """--resume RUN without --out is refused, because run.json could name any folder of this machine."""
     run_folder(tmp_path, out="/somewhere/else")
     with pytest.raises(UserError, match="trained with --out /somewhere/else.* add --out /somewhere/else$"):
         train.parse_args(["--resume", str(tmp_path)])
 
 
-def test_every_setting_that_is_text_was_decided():
-    """A new setting with free text is to be entered here, or withheld with `from_run`."""
+def test_every_free_text_setting_is_listed_or_withheld():
+    """Add a new setting with free text here, or withhold it with `from_run`."""
     free = set()
     for group in fields(train.Config):
         for f in fields(group.type):
             if parse_type_hint(get_type_hints(group.type)[f.name])[0] is str and not f.metadata["choices"]:
                 free |= {f.name} if f.metadata["from_run"]("x.py:y") else set()
                 assert f.metadata["from_run"] is not plain_pair or f.metadata["metavar"] == "KEY=VALUE"
-    paths = {"model", "data", "eval_data", "image_root"}  # read as what they are, and sent nowhere
+    paths = {"model", "data", "eval_data", "image_root", "teacher"}  # only read, and sent nowhere
     names = {"family_paths", "lora_targets", "data_source", "instruction"}
     names |= {"prompt_key", "image_key", "answer_key"}
-    judge = {"judge"}  # but template and key_env
-    assert free == paths | names | judge | {"resume", "ratio_mask"}
+    judge = {"judge"}  # except template and key_env
+    # parse_args of train.py takes --config and --resume only from the command line
+    assert free == paths | names | judge | {"resume", "config", "ratio_mask", "reward_weights"}
     assert all(hasattr(config, "env") or hasattr(config, "reward") for config in (EnvConfig, RewardConfig))
 
 
 # --- models, adapters, checkpoints ------------------------------------------------------------------------------------
 
 
-def test_a_model_is_read_from_its_folder_and_from_safetensors(toys, tmp_path):
+def test_a_model_is_read_only_from_safetensors_in_its_folder(toys, tmp_path):
     import model
 
     for file in toys["qwen2_5_vl"].iterdir():
@@ -144,14 +145,14 @@ def test_a_model_is_read_from_its_folder_and_from_safetensors(toys, tmp_path):
     with pytest.raises(UserError, match=r"1 of 1 weight files are missing: \['model.safetensors'\]"):
         model.load_hf(str(tmp_path))
     index = tmp_path / "model.safetensors.index.json"
-    for names, told in (({"a": "../x.safetensors"}, "lists files outside"), ({"a": 5}, "damaged"), ([], "damaged")):
-        index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
-        with pytest.raises(UserError, match=told):
+    for files, error in (({"a": "../x.safetensors"}, "lists files outside"), ({"a": 5}, "damaged"), ([], "damaged")):
+        index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+        with pytest.raises(UserError, match=error):
             model.load_hf(str(tmp_path))
 
 
 @pytest.mark.parametrize("r, alpha", [(0, 8), ("8", 8), (8, None), (8, [1])])
-def test_an_adapters_sizes_are_numbers(r, alpha, tmp_path):
+def test_adapter_sizes_must_be_numbers(r, alpha, tmp_path):
     config = {"peft_type": "LORA", "base_model_name_or_path": "b", "r": r, "lora_alpha": alpha}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     save_file({"base_model.model.a.lora_A.weight": torch.zeros(8, 4)}, tmp_path / "adapter_model.safetensors")
@@ -163,14 +164,14 @@ def test_a_checkpoint_names_only_its_own_files(tmp_path):
     folder = tmp_path / "step_000001"
     folder.mkdir()
     (tmp_path / "outside").write_text("x")
-    os.mkfifo(folder / "pipe")  # would be waited for
+    os.mkfifo(folder / "pipe")  # reading it would wait forever
     for name in ("../outside", str(tmp_path / "outside"), "pipe"):
         files = {name: checkpoint.file_checksum(tmp_path / "outside")}
         (folder / "trainer.json").write_text(checkpoint.to_text_with_crc({"step": 1, "files": files}))
         assert "not a regular file inside the checkpoint's folder" in checkpoint.find_damage(folder)
 
 
-def test_a_run_that_is_watched_may_be_damaged(tmp_path):
+def test_plotting_a_damaged_run_is_a_user_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     for text in ("{", "[]", '{"args": 5}'):
         (tmp_path / "run.json").write_text(text)
@@ -192,7 +193,7 @@ def test_a_reward_has_at_most_100_parts():
 
 
 def shapes_file(path, n, **changed):
-    """Rows of shapes, of which row 1 has other columns."""
+    """Write rows of shapes to a file, with these columns of row 1 changed; return its path."""
     rows = list(shapes_rows(n, "train", 0))
     rows[1] |= changed
     pq.write_table(pa.Table.from_pylist(rows), path)
@@ -211,7 +212,7 @@ def test_a_row_of_millions_of_nulls_is_bad(tmp_path):
     assert "row 1: " in second and "bytes of memory, but the limit is" in second
 
 
-def test_a_large_cell_is_a_bad_row_and_the_others_stay(tmp_path, monkeypatch):
+def test_a_large_cell_is_a_bad_row_and_other_rows_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "MAX_ROW_BYTES", 100_000)
     monkeypatch.setattr(texts, "MAX_ROW_BYTES", 100_000)
     file = shapes_file(tmp_path / "x.parquet", 3, data_source="x" * 200_000)
@@ -235,7 +236,7 @@ def test_a_flipped_bit_of_our_file_is_never_read_as_another_image(tmp_path):
         file = BytesIO()
         Image.frombytes("RGB", (16, 16), random.Random(row["extra_info"]["uid"]).randbytes(768)).save(file, "BMP")
         row["images"] = [{"bytes": file.getvalue()}]
-    plain = tmp_path / "plain.parquet"  # a file of others has no checksums, and is read all the same
+    plain = tmp_path / "plain.parquet"  # a file written elsewhere has no checksums, and is still read
     pq.write_table(pa.Table.from_pylist(rows), plain)
     examples, _ = read_examples(plain, DataFormatConfig())
     write_examples(examples, tmp_path / "x.parquet")

@@ -1,8 +1,8 @@
-"""A policy against the geometry grader: 20,000 answers from a grammar, each with the value it was built from.
+"""Fuzzing of the geometry grader: 20,000 answers from a grammar, each with the value that it was built from.
 
-The oracle shares nothing with tasks/geometry.py: a value is a sum of q * sqrt(r) * pi^k * letters with Fractions q and
-square-free r, kept next to the text; these products are linearly independent, so two values are equal if the sums are
-the same.
+The oracle shares no code with tasks/geometry.py. A value is a sum of terms q * sqrt(r) * pi^k * letters, with Fractions
+q and square-free r, and is stored next to the text. These products are linearly independent, so two values are equal if
+and only if their sums have the same terms.
 """
 
 import math
@@ -20,7 +20,7 @@ import reward
 from tasks import _math_verify, geometry
 
 PAIRS, SEED, MAX_SECONDS = 20_000, 7, 0.050
-Value = dict  # (r, k, letters) -> Fraction; None: no value
+Value = dict  # (r, k, letters) -> Fraction q; None instead of a Value: undefined
 
 
 # --- exact arithmetic ---------------------------------------------------------------------------------------------
@@ -39,8 +39,8 @@ def add(a: Value, b: Value) -> Value:
 def times(a: Value, b: Value) -> Value:
     total: Value = {}
     for (r, k, names), q in a.items():
-        for (s, m, more), p in b.items():
-            total = add(total, number(q * p, r * s, k + m, tuple(sorted(names + more))))
+        for (s, m, other_names), p in b.items():
+            total = add(total, number(q * p, r * s, k + m, tuple(sorted(names + other_names))))
     return total
 
 
@@ -48,26 +48,26 @@ def approximate(a: Value) -> float:
     return sum(float(q) * math.sqrt(r) * math.pi**k for (r, k, names), q in a.items())
 
 
-# --- answers, with what they mean ---------------------------------------------------------------------------------
+# --- answers and their meaning ------------------------------------------------------------------------------------
 
 MM = {"mm": 1, "cm": 10, "m": 1000, "km": 10**6, "in": Fraction(254, 10), "ft": Fraction(3048, 10)}
 UNITS = [None, *[(name, power) for name in MM for power in (1, 2, 3)], ("°", 1), ("unit", 1), ("unit", 2)]
 
 
-DRESSES = ["$%s$", "\\(%s\\)", "{ %s }", "%s.", "\\displaystyle %s", "\\[%s\\]", "\\textbf{%s}"]
-DRESSES += ["\\boldsymbol{ %s }", "{\\bf %s}"]
-DRESSES += ["\\textsf{\\Large{%s}}", "\\left.%s\\right.", "\\textcolor{red}{%s}", "\\color{blue} %s", "\\underline{%s}"]
+STYLES = ["$%s$", "\\(%s\\)", "{ %s }", "%s.", "\\displaystyle %s", "\\[%s\\]", "\\textbf{%s}"]
+STYLES += ["\\boldsymbol{ %s }", "{\\bf %s}"]
+STYLES += ["\\textsf{\\Large{%s}}", "\\left.%s\\right.", "\\textcolor{red}{%s}", "\\color{blue} %s", "\\underline{%s}"]
 
 
 @dataclass
 class Answer:
-    kind: str  # number, never (a hedge, nonsense, no value), list, point, ratio, relation, choice, text
+    kind: str  # number, list, point, ratio, relation, choice, text; never (right for no truth); unknown
     text: str
     value: Value | None = None
     unit: tuple | None = None
     items: list = field(default_factory=list)  # Answers
-    tag: object = None  # brackets; letter and sign of a relation; a letter; the other value of an approximation
-    plain: bool = True  # a form that the docstring promises to read
+    tag: object = None  # a point's brackets; a relation's letter and sign; a choice; an approximation's second value
+    plain: bool = True  # whether it has a form that the grader's docstring promises to read
 
 
 def same_number(a: Answer, b: Answer) -> bool:
@@ -90,7 +90,7 @@ def same_number(a: Answer, b: Answer) -> bool:
     return False
 
 
-def right(a: Answer, truth: Answer) -> bool:
+def is_right(a: Answer, truth: Answer) -> bool:
     if {a.kind, truth.kind} == {"ratio", "number"} and len((a if a.kind == "ratio" else truth).items) == 2:
         ratio, other = (a, truth) if a.kind == "ratio" else (truth, a)
         over, under = ratio.items
@@ -112,12 +112,12 @@ def right(a: Answer, truth: Answer) -> bool:
         pairs = [(x.value, t.value) for x, t in zip(a.items, truth.items, strict=True)]
         crossed = all(times(x, u) == times(y, t) for x, t in pairs for y, u in pairs)
         return crossed and any(x for x, _ in pairs) and any(t for _, t in pairs)
-    left = list(truth.items)  # a list, in any order
+    unmatched = list(truth.items)  # a list may be in any order
     for item in a.items:
-        found = next((t for t in left if same_number(item, t)), None)
-        if found is None:
+        match = next((t for t in unmatched if same_number(item, t)), None)
+        if match is None:
             return False
-        left.remove(found)
+        unmatched.remove(match)
     return True
 
 
@@ -139,7 +139,7 @@ class Grammar:
         return form % (over, under)
 
     def rational(self, q: Fraction) -> str:
-        """An atom or a signed atom."""
+        """Return the text of a rational number, as an atom with or without a sign."""
         sign, q = self.pick(["-", "−"]) if q < 0 else "", abs(q)
         whole, rest = divmod(q.numerator, q.denominator)
         forms = [
@@ -180,11 +180,11 @@ class Grammar:
         return dot.join([coefficient, *factors] if coefficient else factors)
 
     def spell(self, value: Value, depth: int = 0) -> str:
-        """Text of a value: a sum of products, or one of its disguises."""
+        """Return text for a value: a sum of products, or a longer expression that equals it."""
         kind = self.rng.randrange(14) if depth < 3 and self.chance(0.5) else 99
         if kind == 0:
-            more = number(self.rng.randint(1, 9), self.pick([1, 2, 3]))
-            return f"{self.group(self.spell(add(value, more), depth + 1))} - {self.group(self.spell(more, 3))}"
+            shift = number(self.rng.randint(1, 9), self.pick([1, 2, 3]))
+            return f"{self.group(self.spell(add(value, shift), depth + 1))} - {self.group(self.spell(shift, 3))}"
         if kind == 1:
             n = number(self.rng.randint(2, 6), self.pick([1, 2, 5]))
             return self.fraction(self.spell(times(value, n), depth + 1), self.spell(n, 3))
@@ -207,8 +207,8 @@ class Grammar:
         if kind == 9:
             p = number(Fraction(1, 10)) if self.chance(0.5) else number(Fraction(1, 4))
             percent = "10\\%" if p == number(Fraction(1, 10)) else "25%"
-            times_more = times(value, number(1 / next(iter(p.values()))))
-            return f"{percent} \\cdot {self.group(self.spell(times_more, depth + 1))}"
+            divided = times(value, number(1 / next(iter(p.values()))))
+            return f"{percent} \\cdot {self.group(self.spell(divided, depth + 1))}"
         terms = [self.term(key, q) for key, q in value.items()] or [self.pick(["0", "0.0", "-0", "00", self.zero()])]
         self.rng.shuffle(terms)
         return terms[0] + "".join(f" {t}" if t[0] == "-" else f" + {t}" for t in terms[1:])
@@ -232,7 +232,7 @@ class Grammar:
         )
 
     def undefined(self, value: Value) -> str:
-        """No value: a division by zero, an even root of a negative number, 0^0, out of range."""
+        """Return text without a value: a division by zero, an even root of a negative number, 0^0, out of range."""
         v, zero = self.group(self.spell(value, 2)), self.group(self.zero())
         forms = [
             f"{zero}^{{-1}}",
@@ -275,7 +275,7 @@ class Grammar:
         return self.pick(forms)
 
     def near(self, value: Value) -> Value:
-        """Another value that a sloppy grader might take for it."""
+        """Return another value that a sloppy grader might take for this one."""
         change = self.rng.randrange(9)
         if change == 0:
             return times(value, number(-1))
@@ -294,7 +294,7 @@ class Grammar:
         return {} if change == 7 else number(13 if self.chance(0.5) else Fraction(13, 5))
 
     def number(self, truth: Value, p: float = 0.5, unit: tuple | None = None) -> Answer:
-        """A number that is the truth's with probability p."""
+        """Return a number that is the truth with probability p."""
         value = truth if self.chance(p) else self.near(truth)
         if self.chance(0.15):
             return Answer("number", self.undefined(value), None, unit)
@@ -302,21 +302,24 @@ class Grammar:
             return Answer("number", self.pick(["{:,}", "{:,}.00"]).format(int(value[1, 0, ()])), value, unit)
         return Answer("number", self.spell(value), value, unit)
 
-    def dress(self, a: Answer) -> Answer:
-        """A name, a unit, or both; delimiters."""
+    def decorate(self, a: Answer) -> Answer:
+        """Add a name, a unit or both to a number, or delimiters to an answer."""
         unit = self.pick(UNITS) if self.chance(0.35) and a.tag is None else None
         letters = a.value is None or any(names for _, _, names in a.value) or "x" in a.text
         if unit and not (unit[0] == "m" and letters):
             name, power = unit
-            spelt = {
+            spellings = {
                 "°": ["^\\circ", "°", " degrees", "^{\\circ}", "\\degree"],
                 "unit": [" units", " \\text{units}"],
             }.get(name, [f" {name}", f"\\text{{ {name}}}", f" \\mathrm{{~{name}}}"])
-            raised = "" if power == 1 else self.pick([f"^{power}", f"^{{{power}}}"])
+            exponent = "" if power == 1 else self.pick([f"^{power}", f"^{{{power}}}"])
             if name == "unit" and power > 1:
-                spelt, raised = [" square units", " \\text{ sq. units}"], ""
+                spellings, exponent = [" square units", " \\text{ sq. units}"], ""
             a = Answer(
-                "number", (a.text if "," in a.text else self.group(a.text)) + self.pick(spelt) + raised, a.value, unit
+                "number",
+                (a.text if "," in a.text else self.group(a.text)) + self.pick(spellings) + exponent,
+                a.value,
+                unit,
             )
         elif self.chance(0.06) and a.tag is None:
             value = None if a.value is None else times(a.value, number(Fraction(1, 100)))
@@ -342,11 +345,11 @@ class Grammar:
             )
             a.text = f"{name} = {a.text}"
         if self.chance(0.15):
-            a.text = self.pick(DRESSES) % a.text
+            a.text = self.pick(STYLES) % a.text
         return a
 
     def rounded(self, value: Value) -> Answer:
-        """`exact ≈ rounded`: right if it is a rounding and either is the truth."""
+        """Return `exact ≈ rounded`, which is right if it is a correct rounding and either side is the truth."""
         places = self.rng.randint(0, 4)
         exact = approximate(value)
         text = f"{exact:.{places}f}"
@@ -354,7 +357,7 @@ class Grammar:
             text = f"{exact + self.pick([1, -1, 3, -3]) * 10**-places:.{places}f}"
         close = abs(exact - float(text)) <= 0.5 * 10**-places
         if abs(abs(exact - float(text)) - 0.5 * 10**-places) < 1e-9:
-            return Answer("never", "?")  # a tie: either way is a rounding
+            return Answer("never", "?")  # a tie: rounding up and rounding down are both correct
         left = self.spell(value)
         if self.chance(0.2):  # not a plain decimal
             return Answer("never", f"{left} \\approx {self.fraction(text, '1')}")
@@ -367,14 +370,14 @@ class Grammar:
         if any(names for value in values for _, _, names in value) and form == 7:
             form = 0
         if form <= 2 or (form <= 5 and truth.kind == "number"):
-            return self.dress(self.number(v, 0.6))
-        if form == 6:  # two values, by all the ways to have two
+            return self.decorate(self.number(v, 0.6))
+        if form == 6:  # two values, joined in many ways
             a, b = self.number(v, 0.9), self.near(v)
             if b == v:
                 return Answer("never", "?")
             pair = [a, Answer("number", self.spell(b), b)]
             self.rng.shuffle(pair)
-            lists = ("; ", " \\quad ", " and ")  # that list both, where the truth is a list
+            lists = ("; ", " \\quad ", " and ")  # these make a list, if the truth is a list
             others = (" or ", " \\text{ or } ", " \\lor ", " vs ", " = ", " \\equiv ", " \\ldots ", "?", " \\to ")
             joined = self.pick([*lists, *others, " \\\\ "])
             text = joined.join(x.text for x in pair).join(self.pick([("", ""), ("x = ", "")]))
@@ -386,14 +389,14 @@ class Grammar:
             text = f"\\pm {self.group(self.spell(v))}" if v else "\\pm 1"
             both = [Answer("number", "", value) for value in (v, times(v, number(-1)))]
             return Answer("list" if truth.kind == "list" and v else "never", text, items=both)
-        if form == 9:  # a chain is right if all of it is
-            parts = [self.dress(self.number(v, 0.85)) for _ in range(self.rng.randint(2, 3))]
+        if form == 9:  # a chain of equations, which is right only if every part is
+            parts = [self.decorate(self.number(v, 0.85)) for _ in range(self.rng.randint(2, 3))]
             units = {part.unit for part in parts if part.unit}
             if len(units) > 1 or any(part.text[-1] in "$)]}." or part.text[0] in "$\\" for part in parts):
                 return Answer("never", "?")
             text, unit = " = ".join(part.text for part in parts), units.pop() if units else None
-            good = all(part.value is not None and part.value == parts[0].value for part in parts)
-            return Answer("number", text, parts[0].value if good else None, unit, plain=False)
+            consistent = all(part.value is not None and part.value == parts[0].value for part in parts)
+            return Answer("number", text, parts[0].value if consistent else None, unit, plain=False)
         if form in (10, 11):  # list
             items = [self.number(self.pick(values), 0.9) for _ in range(self.pick([len(values), 2, 3]))]
             if form == 10:
@@ -426,7 +429,7 @@ class Grammar:
         if form == 15:  # relation
             letter, sign = self.pick("xxy"), self.pick("<><>≤≥≠")
             a = self.number(v, 0.8)
-            spelt = {
+            spellings = {
                 "<": ["<", "\\lt"],
                 ">": [">", "\\gt"],
                 "≤": ["≤", "\\le", "\\leq"],
@@ -434,13 +437,13 @@ class Grammar:
                 "≠": ["\\ne", "\\neq"],
             }
             mirror = dict(zip("<>≤≥≠", "><≥≤≠", strict=True))
-            text = f"{letter} {self.pick(spelt[sign])} {a.text}"
+            text = f"{letter} {self.pick(spellings[sign])} {a.text}"
             if self.chance(0.4):
-                text = f"{a.text} {self.pick(spelt[mirror[sign]])} {letter}"
+                text = f"{a.text} {self.pick(spellings[mirror[sign]])} {letter}"
             return Answer("relation", text, items=[a], tag=(letter, sign))
         if form == 16:
             letter = self.pick("ABCD")
-            more = self.pick(
+            tail = self.pick(
                 [
                     ("", True),
                     (f". {self.spell(v)}" if v else "", True),
@@ -451,28 +454,28 @@ class Grammar:
                 ]
             )
             text = self.pick(
-                [f"{letter}{more[0]}", f"({letter}){more[0]}" if more[0][:1] not in (".", ")") else letter + more[0]]
+                [f"{letter}{tail[0]}", f"({letter}){tail[0]}" if tail[0][:1] not in (".", ")") else letter + tail[0]]
             )
-            return Answer("choice" if more[1] else "never", text, tag=letter, plain="x" not in text)
+            return Answer("choice" if tail[1] else "never", text, tag=letter, plain="x" not in text)
         if form == 17:
             word = self.pick(["isosceles", "Isosceles", "scalene", "yes", "I do not know", "None"])
             return Answer("text", word, tag=word.casefold())
         if form == 18:
-            a = self.dress(self.number(v, 0.95))
+            a = self.decorate(self.number(v, 0.95))
             at = self.rng.randint(0, len(a.text))
             return Answer(
                 "never",
                 a.text[:at] + self.pick(["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|box_start|>"]) + a.text[at:],
             )
-        if form == 19:  # a bracket too many, or one too few
+        if form == 19:  # one bracket too many or too few
             a = self.number(v, 1.0)
             ends = [i for i, c in enumerate(a.text) if c in "([{"]
             if ends and self.chance(0.5):
                 at = self.pick(ends)
                 return Answer("unknown", a.text[:at] + a.text[at + 1 :])
             return Answer("never", self.pick("([{") + a.text)
-        if form == 20:  # noise: what it means is unknown, but it must not raise or take long
-            a = self.dress(self.number(v, 1.0)).text
+        if form == 20:  # noise: its meaning is unknown, but grading must not raise or take long
+            a = self.decorate(self.number(v, 1.0)).text
             at, n = self.rng.randint(0, len(a)), self.rng.randint(0, 2)
             return Answer(
                 "unknown",
@@ -483,7 +486,7 @@ class Grammar:
                 * self.rng.randint(0, 3)
                 + a[at + n :],
             )
-        if form == 21:  # beyond the parser
+        if form == 21:  # forms that the parser does not read
             w = self.near(v)
             if v in (w, times(w, number(-1))) or approximate(v) <= 0 or any(names for _, _, names in v | w):
                 return Answer("never", "?")
@@ -592,16 +595,16 @@ TRUTHS = [
 
 
 @pytest.fixture
-def apart(monkeypatch):
-    """Answers that would go to math-verify are written down instead, and wrong."""
+def sent_to_math_verify(monkeypatch):
+    """Return a list that receives the pairs that would go to math-verify, which are graded as wrong."""
     sent = []
     monkeypatch.setattr(_math_verify, "same_latex", lambda a, b: bool(sent.append((a, b))))
     geometry.normalise.cache_clear()
     yield sent
 
 
-def seconds(text: str, truth: str) -> float:
-    """CPU time of this thread, as if the answer had not been seen before."""
+def grading_seconds(text: str, truth: str) -> float:
+    """Return the CPU time of this thread for grading an answer with empty caches."""
     for cache in (geometry.normalise, geometry.evaluate):
         cache.cache_clear()
     start = time.thread_time()
@@ -610,60 +613,60 @@ def seconds(text: str, truth: str) -> float:
 
 
 @pytest.mark.slow
-def test_twenty_thousand_answers(apart, monkeypatch):
-    grammar, accepted, rejected, late, counts, beyond = Grammar(SEED), [], [], [], {}, []
+def test_twenty_thousand_answers_are_graded_as_the_oracle_does(sent_to_math_verify, monkeypatch):
+    grammar, accepted, rejected, slow, counts, unparsed = Grammar(SEED), [], [], [], {}, []
     for n in range(PAIRS):
         truth = TRUTHS[n % len(TRUTHS)]
         answer = grammar.answer(truth)
         if answer.text == "?":
             answer = Answer("never", "47?")
-        before, start = len(apart), time.thread_time()
+        before, start = len(sent_to_math_verify), time.thread_time()
         verdict = geometry.same_answer(answer.text, truth.text)  # must not raise
         if (
             time.thread_time() - start > MAX_SECONDS
-            and min(seconds(answer.text, truth.text) for _ in range(3)) > MAX_SECONDS
+            and min(grading_seconds(answer.text, truth.text) for _ in range(3)) > MAX_SECONDS
         ):
-            late.append((answer.text, truth.text))
-        if len(apart) > before:
-            beyond.append((answer, truth))
-        wanted = None if answer.kind == "unknown" else right(answer, truth)
-        counts[verdict, wanted] = counts.get((verdict, wanted), 0) + 1
-        if verdict and wanted is False:
+            slow.append((answer.text, truth.text))
+        if len(sent_to_math_verify) > before:
+            unparsed.append((answer, truth))
+        expected = None if answer.kind == "unknown" else is_right(answer, truth)
+        counts[verdict, expected] = counts.get((verdict, expected), 0) + 1
+        if verdict and expected is False:
             accepted.append((answer.text, truth.text))
-        if not verdict and wanted and answer.plain and len(apart) == before:
+        if not verdict and expected and answer.plain and len(sent_to_math_verify) == before:
             rejected.append((answer.text, truth.text))
-    print(counts, "sent to math-verify:", len(beyond), "rejected:", len(rejected))
+    print(counts, "sent to math-verify:", len(unparsed), "rejected:", len(rejected))
     assert not accepted, accepted[:20]
-    assert not late, late[:20]
+    assert not slow, slow[:20]
     assert not rejected, rejected[:20]
-    assert counts[True, True] > PAIRS / 10 and counts[False, False] > PAIRS / 4  # it tries both kinds
+    assert counts[True, True] > PAIRS / 10 and counts[False, False] > PAIRS / 4  # the grammar makes enough of both
 
-    monkeypatch.undo()  # a sample of what the parser left over, with math-verify itself
-    some = random.Random(SEED).sample(beyond, min(200, len(beyond)))
-    rows = [SimpleNamespace(data_source="geo3k", ground_truth=truth.text, extra={}, uid="u") for _, truth in some]
-    boxes = [f"\\boxed{{{answer.text}}}" for answer, _ in some]
-    keep = [i for i, (answer, _) in enumerate(some) if reward.extract_boxed(boxes[i]) == answer.text]
-    verdicts = score_batch([boxes[i] for i in keep], [rows[i] for i in keep])
+    monkeypatch.undo()  # grade a sample of the answers that the parser did not read with math-verify itself
+    sample = random.Random(SEED).sample(unparsed, min(200, len(unparsed)))
+    rows = [SimpleNamespace(data_source="geo3k", ground_truth=truth.text, extra={}, uid="u") for _, truth in sample]
+    boxes = [f"\\boxed{{{answer.text}}}" for answer, _ in sample]
+    intact = [i for i, (answer, _) in enumerate(sample) if reward.extract_boxed(boxes[i]) == answer.text]
+    verdicts = score_batch([boxes[i] for i in intact], [rows[i] for i in intact])
     wrong = [
-        (some[i][0].text, some[i][1].text)
-        for i, v in zip(keep, verdicts, strict=True)
-        if v["accuracy"] and some[i][0].kind != "unknown" and not right(*some[i])
+        (sample[i][0].text, sample[i][1].text)
+        for i, v in zip(intact, verdicts, strict=True)
+        if v["accuracy"] and sample[i][0].kind != "unknown" and not is_right(*sample[i])
     ]
     assert not wrong, wrong
     assert sum(v["accuracy"] for v in verdicts) > 3
 
 
-ONE_OF = ["3", "60", "-3", "3, 4", "1 \\pm \\sqrt{19}", "1+\\sqrt{19}", "(3, 2)", "(2, 3)", "28\\%", "28", "32349", "B"]
-ONE_OF += ["(-\\infty, 3) \\cup (4, \\infty)", "x < 4", "\\sin\\theta = 0.5", "AB/BC = 11/3", "isosceles", "12 cm"]
+TEXTS = ["3", "60", "-3", "3, 4", "1 \\pm \\sqrt{19}", "1+\\sqrt{19}", "(3, 2)", "(2, 3)", "28\\%", "28", "32349", "B"]
+TEXTS += ["(-\\infty, 3) \\cup (4, \\infty)", "x < 4", "\\sin\\theta = 0.5", "AB/BC = 11/3", "isosceles", "12 cm"]
 JOINS = ["", " ", ", ", "; ", " and ", " = ", " \\cup ", " \\pm ", "e0", " percent", "|AB| = ", "(x, y) = "]
 JOINS += ["S_{\\triangle ABC}=", "x^\\circ = ", "AB/BC = ", "\\frac{AB}{BC}=", ",\\! ", "(B)", "\\in", "\\%", ":"]
 
 
-def test_no_answer_is_right_under_two_truths(apart):
-    rng, right = random.Random(SEED), 0
+def test_no_answer_is_right_under_two_truths(sent_to_math_verify):
+    rng, n_right = random.Random(SEED), 0
     for _ in range(1000):
-        text = "".join(rng.choice(ONE_OF if i % 2 == rng.randrange(2) else JOINS) for i in range(rng.randint(1, 4)))
-        found = [truth for truth in ONE_OF if geometry.same_answer(text, truth)]
-        right += len(found)
-        assert len(found) < 2, (text, found)
-    assert right > 50
+        text = "".join(rng.choice(TEXTS if i % 2 == rng.randrange(2) else JOINS) for i in range(rng.randint(1, 4)))
+        matching = [truth for truth in TEXTS if geometry.same_answer(text, truth)]
+        n_right += len(matching)
+        assert len(matching) < 2, (text, matching)
+    assert n_right > 50

@@ -1,7 +1,7 @@
-"""Tests of tasks/geospot.py: stages, names, the parser, distances, rows of files, the invented map.
+"""Tests of tasks/geospot.py: stages, names, the parser, distances, rows of files, and the invented map.
 
-Names are ISO 3166's own and those of English usage; distances are compared with a published example (Rosetta Code's
-haversine task) and with the angle between vectors, another formula.
+Names of places are those of ISO 3166 and of English usage. Distances are compared with a published example (Rosetta
+Code's haversine task) and with the angle between vectors, which is another formula.
 """
 
 import csv
@@ -36,7 +36,7 @@ PARTS = ("country", "region", "city", "coordinates")
 
 
 def geospot_reward(response, truth, stage):
-    """The parts and the reward, without the distance. `stage`: one, or its place in STAGES."""
+    """Return the parts and the reward, without the distance. `stage` is a stage or its index in STAGES."""
     stage = STAGES[stage] if isinstance(stage, int) else stage
     parts = geospot.geospot_reward(response, truth if isinstance(truth, str) else json.dumps(truth), stage)
     return {part: value for part, value in parts.items() if part != "km"}
@@ -46,8 +46,8 @@ def row(truth=PARIS, uid="row-7"):
     return SimpleNamespace(data_source="geospot", ground_truth=json.dumps(truth), extra={}, uid=uid)
 
 
-def right(response, truth=PARIS, stage=4):
-    """The parts that are right; coordinates within a kilometre."""
+def correct_parts(response, truth=PARIS, stage=4):
+    """Return the names of the parts that are right; coordinates must be within a kilometre."""
     parts = geospot_reward(response, truth, stage)
     return " ".join(part for part in PARTS if parts[part] > 0.96)
 
@@ -61,14 +61,14 @@ def test_the_five_stages():
     assert [stage.tolerance_km for stage in STAGES] == [500, 200, 100, 50, 25]
     added = [set(stage.parts) - {"coordinates"} for stage in STAGES]
     assert added == [{"country"}, {"country"}, {"country", "region"}, set(PARTS[:3]), set(PARTS[:3])]
-    assert ["coordinates" in stage.parts for stage in STAGES] == [False, True, True, True, True]  # country only first
+    assert ["coordinates" in stage.parts for stage in STAGES] == [False, True, True, True, True]  # not in the first
     assert sum(geospot.FIELD_WEIGHTS.values()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("stage, most", list(enumerate([0.3, 0.6, 0.8, 1.0, 1.0])))
-def test_a_perfect_answer_earns_the_weights_of_the_stage(stage, most):
+@pytest.mark.parametrize("stage, maximum", list(enumerate([0.3, 0.6, 0.8, 1.0, 1.0])))
+def test_a_perfect_answer_earns_the_weights_of_the_stage(stage, maximum):
     parts = geospot_reward(json.dumps(PARIS), PARIS, stage)
-    assert parts == dict.fromkeys(PARTS, 1.0) | {"reward": pytest.approx(most)}
+    assert parts == dict.fromkeys(PARTS, 1.0) | {"reward": pytest.approx(maximum)}
     assert geospot_reward(json.dumps(PARIS), json.dumps(PARIS), STAGES[stage]) == parts
 
 
@@ -76,25 +76,25 @@ def test_each_part_earns_its_weight():
     for part, weight in (("country", 0.3), ("region", 0.2), ("city", 0.2)):
         assert geospot_reward(json.dumps({part: PARIS[part]}), PARIS, 4)["reward"] == pytest.approx(weight)
     zero = {"country": "BR", "lat": 0.0, "lon": 0.0}
-    far = 6371.0088 * math.pi / 180  # km, one degree of longitude on the equator
+    degree = 6371.0088 * math.pi / 180  # km, one degree of longitude on the equator
     for stage, tolerance in enumerate([500, 200, 100, 50, 25]):
         parts = geospot_reward('{"country": "Chad", "lat": 0, "lon": 1}', zero, stage)
-        assert parts["coordinates"] == pytest.approx(math.exp(-far / tolerance), rel=1e-9) and parts["country"] == 0
+        assert parts["coordinates"] == pytest.approx(math.exp(-degree / tolerance), rel=1e-9) and parts["country"] == 0
     whole = PARIS | {"lat": 0.0, "lon": 0.0}
     answer = '{"country": "France", "lat": 0, "lon": 1}'
     assert geospot_reward(answer, whole, 0)["reward"] == pytest.approx(0.3)
-    assert geospot_reward(answer, whole, 1)["reward"] == pytest.approx(0.3 + 0.3 * math.exp(-far / 200))
-    mine = GeospotStage(0, ("city",), 1.0)
-    assert geospot_reward('{"city": "Paris", "country": "Chad"}', PARIS, mine)["reward"] == pytest.approx(0.2)
+    assert geospot_reward(answer, whole, 1)["reward"] == pytest.approx(0.3 + 0.3 * math.exp(-degree / 200))
+    city_stage = GeospotStage(0, ("city",), 1.0)
+    assert geospot_reward('{"city": "Paris", "country": "Chad"}', PARIS, city_stage)["reward"] == pytest.approx(0.2)
 
 
-def test_what_a_truth_lacks_is_no_part_of_its_row():
+def test_fields_that_the_truth_lacks_do_not_count():
     truth = {"country": "FR", "region": None, "city": "", "lat": 48.8566, "lon": 2.3522}
     answer = '{"country": "France", "region": "None", "city": "", "lat": 48.8566, "lon": 2.3522}'
     parts = geospot_reward(answer, truth, 4)
     assert parts == {"country": 1, "region": 0, "city": 0, "coordinates": 1, "reward": pytest.approx(1)}
     assert geospot_reward('{"country": "France"}', truth, 4)["reward"] == pytest.approx(0.5)
-    # a row with nothing that the stage pays for would never train: all that it has counts
+    # a row with no field that the stage pays for would never train, so all its fields count
     assert geospot_reward('{"city": "Paris"}', {"city": "Paris"}, 0)["reward"] == pytest.approx(0.3)
     near = geospot_reward("lat: 0; lon: 1", {"lat": 0, "lon": 0, "city": "Paris"}, 0)
     assert near["reward"] == pytest.approx(0.3 * 0.6 * near["coordinates"]) and near["reward"] > 0
@@ -106,7 +106,7 @@ def test_what_a_truth_lacks_is_no_part_of_its_row():
 def test_distances():
     assert distance_km(36.12, -86.67, 33.94, -118.40) == pytest.approx(2887.2599506 * 6371.0088 / 6372.8)
     assert distance_km(90, 0, -90, 77) == pytest.approx(math.pi * 6371.0088)
-    assert distance_km(0, 179.5, 0, -179.5) == pytest.approx(distance_km(0, 0, 0, 1))  # over the date line
+    assert distance_km(0, 179.5, 0, -179.5) == pytest.approx(distance_km(0, 0, 0, 1))  # across the date line
     rng = random.Random(0)
     for _ in range(1000):
         a, b = ((rng.uniform(-90, 90), rng.uniform(-180, 180)) for _ in range(2))
@@ -169,8 +169,8 @@ def test_names_and_codes_of_countries(line):
     code, names = line.split(" | ")
     for name in names.split("; "):
         assert geospot.normalize_country(name) == code, name
-        assert right(json.dumps({"country": name}), {"country": code}) == "country"
-        assert right(json.dumps({"country": code}), {"country": name}) == "country"
+        assert correct_parts(json.dumps({"country": name}), {"country": code}) == "country"
+        assert correct_parts(json.dumps({"country": code}), {"country": name}) == "country"
 
 
 def test_every_country_of_iso_3166_is_one_country():
@@ -181,14 +181,14 @@ def test_every_country_of_iso_3166_is_one_country():
             assert geospot.normalize_country(name) == country.alpha_2
 
 
-def test_other_countries_are_other_countries():
+def test_similar_names_are_different_countries():
     pairs = [("Niger", "Nigeria"), ("Guinea", "Guinea-Bissau"), ("Dominica", "Dominican Republic"), ("Austria", "AU")]
     pairs += [("Ireland", "Northern Ireland"), ("Iran", "Iraq"), ("Congo", "DR Congo"), ("Georgia", "GA"), ("Chad", "")]
-    for one, other in pairs:
-        assert geospot.normalize_country(one) != geospot.normalize_country(other)
+    for name, other in pairs:
+        assert geospot.normalize_country(name) != geospot.normalize_country(other)
     assert (
         geospot.normalize_country("Ardan") == "ardan" and geospot.normalize_country("") == ""
-    )  # an invented map has names too
+    )  # a name on the invented map stays a name
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_other_countries_are_other_countries():
     ],
 )
 def test_regions(truth, given):
-    assert right(json.dumps({"region": given}), truth) == "region"
+    assert correct_parts(json.dumps({"region": given}), truth) == "region"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_regions(truth, given):
     ],
 )
 def test_cities(truth, given):
-    assert right(json.dumps({"city": given}), PARIS | {"city": truth}) == "city"
+    assert correct_parts(json.dumps({"city": given}), PARIS | {"city": truth}) == "city"
 
 
 SAME_REGIONS = """
@@ -244,18 +244,18 @@ def test_regions_have_several_names(line):
     country, names = line.split()[0], [name.strip() for name in line.strip()[3:].split(",")]
     for truth in names:
         for given in names:
-            assert right(json.dumps({"region": given}), {"country": country, "region": truth}) == "region"
+            assert correct_parts(json.dumps({"region": given}), {"country": country, "region": truth}) == "region"
 
 
 def test_regions_of_a_truth_without_a_country():
-    assert right('{"region": "Bavaria"}', {"region": "Bayern"}) == "region"
-    assert right('{"region": "Bavaria"}', {"region": "Sachsen"}) == ""
-    assert right('{"region": "DC"}', {"region": "District of Columbia"}) == "region"
-    assert right('{"region": "Moscow Oblast"}', {"region": "Moscow"}) == ""
+    assert correct_parts('{"region": "Bavaria"}', {"region": "Bayern"}) == "region"
+    assert correct_parts('{"region": "Bavaria"}', {"region": "Sachsen"}) == ""
+    assert correct_parts('{"region": "DC"}', {"region": "District of Columbia"}) == "region"
+    assert correct_parts('{"region": "Moscow Oblast"}', {"region": "Moscow"}) == ""
 
 
 def test_names_of_regions_are_those_of_iso_3166():
-    """Each name that others stand for is in pycountry, of that country; so no line is a slip of the pen."""
+    """Each name to which REGION_NAMES maps another is a region of that country in pycountry, so none has a typo."""
     import pycountry
 
     lines = [(country, name) for country, pairs in REGION_NAMES.items() for _, name in pairs]
@@ -263,26 +263,28 @@ def test_names_of_regions_are_those_of_iso_3166():
     missing = []
     for country, name in lines:
         regions = [geospot.normalize_name(region.name) for region in pycountry.subdivisions.get(country_code=country)]
-        found = any(set(name.split()) <= set(region.split()) for region in regions)
-        missing += [] if found else [f"{country} {name}"]
+        is_known = any(set(name.split()) <= set(region.split()) for region in regions)
+        missing += [] if is_known else [f"{country} {name}"]
     assert not missing
 
 
 def test_different_regions_stay_different():
-    for country, one, other in (("DE", "Saxony", "Lower Saxony"), ("DE", "Saxony", "Saxony-Anhalt"), ("DE", "BY", "BW"),
-                                ("US", "Virginia", "West Virginia"), ("AT", "Upper Austria", "Lower Austria"),
-                                ("US", "Washington", "Washington, D.C."), ("ES", "Catalonia", "Aragon"),
-                                ("RU", "Moscow Oblast", "Moscow"), ("UA", "Kyiv Oblast", "Kyiv"),
-                                ("AR", "Buenos Aires", "Ciudad Autónoma de Buenos Aires")):  # fmt: skip
-        assert right(json.dumps({"region": one}), {"country": country, "region": other}) == ""
+    for country, name, other in (
+        ("DE", "Saxony", "Lower Saxony"), ("DE", "Saxony", "Saxony-Anhalt"), ("DE", "BY", "BW"),
+        ("US", "Virginia", "West Virginia"), ("AT", "Upper Austria", "Lower Austria"),
+        ("US", "Washington", "Washington, D.C."), ("ES", "Catalonia", "Aragon"),
+        ("RU", "Moscow Oblast", "Moscow"), ("UA", "Kyiv Oblast", "Kyiv"),
+        ("AR", "Buenos Aires", "Ciudad Autónoma de Buenos Aires"),
+    ):  # fmt: skip
+        assert correct_parts(json.dumps({"region": name}), {"country": country, "region": other}) == ""
 
 
 def test_a_city_with_its_state():
     place = {"country": "US", "region": "New York", "city": "New York City"}
     for given in ("New York, NY", "New York", "New York City, New York", "New York, NY, USA"):
-        assert right(json.dumps({"city": given}), place) == "city"
+        assert correct_parts(json.dumps({"city": given}), place) == "city"
     for given in ("Albany, NY", "New York, Texas", "York", "New York, Buffalo"):
-        assert right(json.dumps({"city": given}), place) == ""
+        assert correct_parts(json.dumps({"city": given}), place) == ""
 
 
 # --- a curriculum -----------------------------------------------------------------------------------------------------
@@ -296,17 +298,17 @@ def test_a_stage_of_a_curriculum_decides_what_pays():
     near = PARIS | {"lat": PARIS["lat"] + 1}  # a degree of latitude: 111.2 km
     response, example = json.dumps(near), row()
     stage = stage_with(pays=["country", "coordinates"], tolerance_km=500)
-    found = geospot.geospot(response, example, "stop", stage)
-    assert found["reward"] == pytest.approx(0.3 + 0.3 * math.exp(-111.195 / 500), abs=1e-4)
-    assert found["km"] == pytest.approx(111.195, abs=1e-3)
+    parts = geospot.geospot(response, example, "stop", stage)
+    assert parts["reward"] == pytest.approx(0.3 + 0.3 * math.exp(-111.195 / 500), abs=1e-4)
+    assert parts["km"] == pytest.approx(111.195, abs=1e-3)
     only = geospot.geospot(response, example, stage=stage_with(pays=["city"], tolerance_km=1))
     assert only["reward"] == pytest.approx(0.2)
-    full = geospot_reward(response, PARIS, 4) | {"km": found["km"]}  # without options, whatever the step
+    full = geospot_reward(response, PARIS, 4) | {"km": parts["km"]}  # without options, as in the last stage
     assert geospot.geospot(response, example) == geospot.geospot(response, example, stage=stage_with()) == full
     assert "km" not in geospot.geospot('{"country": "France"}', example)
 
 
-def test_the_curriculum_in_a_file_is_the_stages():
+def test_the_curriculum_equals_the_stages():
     assert [line["from"] for line in geospot.CURRICULUM] == [0, 100, 300, 600, 1000]
     assert json.loads(json.dumps(geospot.CURRICULUM)) == geospot.CURRICULUM
     assert len({line["name"] for line in geospot.CURRICULUM}) == 5
@@ -320,7 +322,7 @@ def test_the_curriculum_in_a_file_is_the_stages():
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, message",
     [
         ({"pay": ["city"]}, "unknown options: 'pay'; use 'pays' and 'tolerance_km'"),
         ({"pays": ["town"]}, r"pays .* is \['town'\]; give a list of some of country, region, city, coordinates"),
@@ -332,8 +334,8 @@ def test_the_curriculum_in_a_file_is_the_stages():
         ({"tolerance_km": True}, "is True"),
     ],
 )
-def test_options_that_are_wrong_are_refused(options, told):
-    with pytest.raises(UserError, match=told):
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
         geospot.geospot("", row(), stage=stage_with(**options))
 
 
@@ -343,7 +345,7 @@ def test_options_that_are_wrong_are_refused(options, told):
 @pytest.mark.parametrize(
     "lat, lon, share",
     [
-        (-48.8566, -177.6478, 0.0),  # antipodal: half of the way around
+        (-48.8566, -177.6478, 0.0),  # antipodal: half of the Earth's circumference away
         (2.3522, 48.8566, 0.0),  # swapped
         (0, 0, 0.0),
         ("NaN", "NaN", 0.0),
@@ -356,14 +358,14 @@ def test_options_that_are_wrong_are_refused(options, told):
         (None, 2.3522, 0.0),
         ([48.8566], 2.3522, 0.0),
         (True, True, 0.0),
-        ("٤٨.٨٥٦٦", "٢.٣٥٢٢", 0.0),  # Arabic digits: the prompt asks for JSON's
+        ("٤٨.٨٥٦٦", "٢.٣٥٢٢", 0.0),  # Arabic digits: the prompt asks for JSON, which has only 0 to 9
         ("48°51'23.8\"N", "2°21'7.9\"E", 1.0),  # degrees, minutes, seconds
         ("48° 51.396' N", "2° 21.132' E", 1.0),  # degrees and minutes
         ("48.8566 N", "2.3522 W", None),
         (48.8566, 2.3522, 1.0),
     ],
 )
-def test_coordinates_at_the_edge(lat, lon, share):
+def test_unusual_and_invalid_coordinates(lat, lon, share):
     earned = geospot_reward(json.dumps({"lat": lat, "lon": lon}), PARIS, 4)["coordinates"]
     assert earned == pytest.approx(share, abs=2e-3) if share is not None else earned < 0.01
 
@@ -381,8 +383,8 @@ def test_coordinates_at_the_edge(lat, lon, share):
     ],
 )
 def test_the_largest_degrees_minutes_and_seconds(text, read):
-    found = geospot.read_coordinates({"coordinates": text})
-    assert found is None if read is None else found == pytest.approx(read, rel=1e-12)
+    coordinates = geospot.read_coordinates({"coordinates": text})
+    assert coordinates is None if read is None else coordinates == pytest.approx(read, rel=1e-12)
     if read == (90, 180):
         assert geospot.read_coordinates({"lat": 90.0, "lon": 180}) == read
 
@@ -395,7 +397,7 @@ def test_a_truth_at_0_0_is_a_place():
 # --- the parser -------------------------------------------------------------------------------------------------------
 
 ALL = " ".join(PARTS)
-READ = [
+READABLE = [
     '{"country": "France", "region": "Ile-de-France", "city": "Paris", "lat": 48.8566, "lon": 2.3522}',
     '```json\n{"country": "FR", "region": "Île-de-France", "city": "Paris", "lat": "48.8566", "lon": "2.3522"}\n```',
     '<think>London? {"country": "GB"}</think> {"Country": "fra", "State/Province": "Île-de-France", "City": "PARIS", '
@@ -416,9 +418,9 @@ READ = [
 SOUTH = {"country": "AU", "lat": -33.8688, "lon": 151.2093}
 
 
-@pytest.mark.parametrize("response", READ, ids=lambda text: text[:40])
-def test_forms_that_are_read(response):
-    assert right(response) == ALL
+@pytest.mark.parametrize("response", READABLE, ids=lambda text: text[:40])
+def test_readable_forms(response):
+    assert correct_parts(response) == ALL
 
 
 @pytest.mark.parametrize(
@@ -427,9 +429,9 @@ def test_forms_that_are_read(response):
     + ["−33.8688,151.2093", "33°52'7.7\"S, 151°12'33.5\"E"]
     + ["33°52′7.7″ S, 151°12′33.5″ E", "-33.8688° S, +151.2093° E"],
 )
-def test_coordinates_that_are_read(text):
-    assert right(f"coordinates: {text}", SOUTH) == "coordinates"
-    assert right(json.dumps({"coordinates": text}), SOUTH) == "coordinates"
+def test_readable_forms_of_coordinates(text):
+    assert correct_parts(f"coordinates: {text}", SOUTH) == "coordinates"
+    assert correct_parts(json.dumps({"coordinates": text}), SOUTH) == "coordinates"
 
 
 WRONG = [
@@ -455,14 +457,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize("response", WRONG, ids=lambda text: text[:50])
-def test_wrong(response):
-    assert right(response) == ""
+def test_wrong_and_ambiguous_responses_earn_nothing(response):
+    assert correct_parts(response) == ""
 
 
-def test_a_field_alone_is_hurt_by_its_own_contradiction():
-    assert right('{"country": "France"} {"city": "Lyon"} {"city": "Paris"}') == "country"
-    assert right('{"country": "France"} {"country": "France", "city": "Paris"}') == "country city"
-    assert right('{"country": "France"') == "country"  # cut off after what is whole
+def test_a_contradiction_affects_only_its_own_field():
+    assert correct_parts('{"country": "France"} {"city": "Lyon"} {"city": "Paris"}') == "country"
+    assert correct_parts('{"country": "France"} {"country": "France", "city": "Paris"}') == "country city"
+    assert correct_parts('{"country": "France"') == "country"  # truncated after a complete field
 
 
 # --- bad truths -------------------------------------------------------------------------------------------------------
@@ -480,7 +482,7 @@ def test_a_truth_without_a_place_is_refused(truth):
         check_tasks([bad])
 
 
-def test_truths_that_are_read_and_stages_that_are_not():
+def test_valid_truths_are_accepted_and_the_default_is_the_last_stage():
     truths = [
         PARIS,
         SOUTH,
@@ -492,7 +494,7 @@ def test_truths_that_are_read_and_stages_that_are_not():
     ]
     truths += [{"country": "A" * 100, "lat": "1.5", "lon": "2.5"}]
     assert check_tasks(row(truth, str(i)) for i, truth in enumerate(truths)) == {"geospot": len(truths)}
-    assert grade(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)  # without a step: the last stage
+    assert grade(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)  # no step is given: the last stage
     assert geospot.geospot(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)
     assert reward.task_name("osv5m/osv5m") == "geospot"
 
@@ -500,7 +502,7 @@ def test_truths_that_are_read_and_stages_that_are_not():
 # --- any text ---------------------------------------------------------------------------------------------------------
 
 
-def fuzzed(n, seed=0):
+def generate_texts(n, seed=0):
     rng = random.Random(seed)
     pieces = ['{"country": ', "France", "country:", "city =", "lat", "lon:", "48.85", "<think>", "</think>", "1e9"]
     pieces += list(" °'\"N,{}[]:\n\\-٤\u200b\ud800ﬁİ𝟒")
@@ -508,14 +510,14 @@ def fuzzed(n, seed=0):
         if rng.random() < 0.5:
             yield "".join(rng.choices(pieces, k=rng.randint(0, 60)))
         else:
-            text = list(rng.choice(READ)[-300:])
+            text = list(rng.choice(READABLE)[-300:])
             for _ in range(rng.randint(1, 8)):
                 text[rng.randrange(len(text))] = rng.choice(pieces)
             yield "".join(text)
 
 
-def test_ten_thousand_texts():
-    texts = list(fuzzed(10_000))
+def test_ten_thousand_random_texts():
+    texts = list(generate_texts(10_000))
     start = time.thread_time()
     for text in texts:
         parts = geospot_reward(text, PARIS, 4)
@@ -530,7 +532,7 @@ HOSTILE += ["country" + " " * 28]
 
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_long_texts_are_quick(piece):
-    geospot_reward("Paris", PARIS, 4)  # which reads the tables of places
+    geospot_reward("Paris", PARIS, 4)  # reads the tables of places, which is not timed
     for before in ("", "coordinates: ", '{"country": "'):
         text = before + piece * (100_000 // len(piece))
         start = time.thread_time()
@@ -547,8 +549,8 @@ def image(tmp_path):
     return tmp_path / "a.jpg"
 
 
-def made(folder, *files, **more):
-    make_file("geospot", ToyConfig(input=tuple(map(str, files)), out=str(folder / "out.parquet"), **more))
+def convert_files(folder, *files, **options):
+    make_file("geospot", ToyConfig(input=tuple(map(str, files)), out=str(folder / "out.parquet"), **options))
     return read_examples(folder / "out.parquet", ConvertConfig(out=""))[0]
 
 
@@ -564,21 +566,21 @@ PLACE = {"country": "FR", "region": "Île-de-France", "city": "Paris", "lat": "4
 
 
 def test_rows_of_csv_jsonl_and_parquet(tmp_path, image):
-    one = write_csv(tmp_path / "one.csv", {"image": "a.jpg", **PLACE, "camera": "x"})
+    csv_file = write_csv(tmp_path / "one.csv", {"image": "a.jpg", **PLACE, "camera": "x"})
     (tmp_path / "two.jsonl").write_text(json.dumps({"image": "a.jpg", **PARIS}) + "\n")
     cell = {"bytes": image.read_bytes(), "path": None}
     pq.write_table(pa.Table.from_pylist([{"image": cell, **PARIS}]), tmp_path / "three.parquet")
-    examples = made(tmp_path, one, tmp_path / "two.jsonl", tmp_path / "three.parquet")
+    examples = convert_files(tmp_path, csv_file, tmp_path / "two.jsonl", tmp_path / "three.parquet")
     assert len(examples) == 3 and len({e.uid for e in examples}) == 3
     for example in examples:
-        assert example.ground_truth == json.dumps(PARIS, ensure_ascii=False)  # readable, as is the file
+        assert example.ground_truth == json.dumps(PARIS, ensure_ascii=False)  # not escaped, so readable
         assert example.images == [image.read_bytes()]
         assert example.messages == [{"role": "user", "content": f"<image>{geospot.INSTRUCTION}"}]
         assert example.data_source == "geospot"
     assert examples[0].extra["camera"] == "x"
     assert check_tasks(examples) == {"geospot": 3}
-    [mine] = made(tmp_path, tmp_path / "two.jsonl", instruction="Where is it?")
-    assert mine.messages[0]["content"] == "<image> Where is it?"
+    [example] = convert_files(tmp_path, tmp_path / "two.jsonl", instruction="Where is it?")
+    assert example.messages[0]["content"] == "<image> Where is it?"
 
 
 def test_rows_of_osv_5m(tmp_path, image):
@@ -586,26 +588,26 @@ def test_rows_of_osv_5m(tmp_path, image):
     place = {key: PLACE[key] for key in ("country", "region", "city")} | names
     (tmp_path / "images" / "07").mkdir(parents=True)
     image.rename(tmp_path / "images" / "07" / "123456789.jpg")
-    gone = {"id": "123456789", "thumb_original_url": "https://gone.invalid/"}
-    table = write_csv(tmp_path / "test.csv", gone | place)
-    [example] = made(tmp_path, table, image_root=str(tmp_path / "images"), split="test")
+    metadata = {"id": "123456789", "thumb_original_url": "https://gone.invalid/"}
+    table = write_csv(tmp_path / "test.csv", metadata | place)
+    [example] = convert_files(tmp_path, table, image_root=str(tmp_path / "images"), split="test")
     assert json.loads(example.ground_truth) == PARIS and example.extra["sub-region"] == "Paris"
     row = {"image": {"bytes": example.images[0], "path": "x.jpg"}, **place, "latitude": 48.8566, "longitude": 2.3522}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "osv.parquet")
-    [example] = made(tmp_path, tmp_path / "osv.parquet")
+    [example] = convert_files(tmp_path, tmp_path / "osv.parquet")
     assert json.loads(example.ground_truth) == PARIS
 
 
 @pytest.mark.parametrize("lat, lon", [("46.1234567890123456", "-1.23456789012345678"), ("4.2e-05", "-7E-05")])
-def test_coordinates_of_all_digits_that_a_table_may_have(tmp_path, image, lat, lon):
+def test_all_digits_of_coordinates_are_kept(tmp_path, image, lat, lon):
     (tmp_path / "osv.csv").write_text(f"image,latitude,longitude,country\na.jpg,{lat},{lon},FR\n")
-    [example] = made(tmp_path, tmp_path / "osv.csv")
+    [example] = convert_files(tmp_path, tmp_path / "osv.csv")
     assert geospot_reward(f'{{"lat": {lat}, "lon": {lon}}}', example.ground_truth, 4)["coordinates"] == 1.0
     assert json.loads(example.ground_truth)["lat"] == float(lat)
 
 
-def test_rows_that_are_wrong_say_why(tmp_path, image):
-    for change, told in [
+def test_wrong_rows_are_refused_with_a_reason(tmp_path, image):
+    for change, message in [
         ({"lat": "148"}, "lat '148' and lon '2.3522': expected degrees"),
         ({"lon": ""}, "lat '48.8566' and lon None: expected degrees"),
         ({"city": "?"}, "city is '\\?', expected a name of at most 100 characters"),
@@ -615,34 +617,34 @@ def test_rows_that_are_wrong_say_why(tmp_path, image):
         (dict.fromkeys(PLACE, ""), "no country, region, city, lat or lon"),
     ]:
         table = write_csv(tmp_path / "bad.csv", {"image": "a.jpg", **PLACE}, {"image": "a.jpg", **PLACE, **change})
-        with pytest.raises(UserError, match=f"bad.csv line 3: .*{told}"):
-            made(tmp_path, table)
+        with pytest.raises(UserError, match=f"bad.csv line 3: .*{message}"):
+            convert_files(tmp_path, table)
     with pytest.raises(UserError, match="--input: give CSV"):
-        made(tmp_path)
+        convert_files(tmp_path)
     (tmp_path / "x.xml").write_text("x")
     with pytest.raises(UserError, match="ends in .json, .jsonl, .csv, .parquet"):
-        made(tmp_path, tmp_path / "x.xml")
+        convert_files(tmp_path, tmp_path / "x.xml")
     (tmp_path / "x.parquet").write_text("x")
     with pytest.raises(UserError, match="x.parquet is not a parquet file"):
-        made(tmp_path, tmp_path / "x.parquet")
+        convert_files(tmp_path, tmp_path / "x.parquet")
 
 
 def test_a_place_on_the_equator_or_without_a_name(tmp_path, image):
     rows = [{"image": "a.jpg", "lat": 0, "lon": 0.0}, {"image": "a.jpg", "country": "Gabon", "lat": 0.0, "lon": 9.5}]
     (tmp_path / "zero.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    truths = [json.loads(example.ground_truth) for example in made(tmp_path, tmp_path / "zero.jsonl")]
+    truths = [json.loads(example.ground_truth) for example in convert_files(tmp_path, tmp_path / "zero.jsonl")]
     assert truths == [{"lat": 0.0, "lon": 0.0}, {"country": "Gabon", "lat": 0.0, "lon": 9.5}]
     pq.write_table(
         pa.Table.from_pylist([{"image_url": None, "image": None, "city": "Rome"}]), tmp_path / "none.parquet"
     )
     with pytest.raises(UserError, match="none.parquet row 0: no image"):
-        made(tmp_path, tmp_path / "none.parquet")
+        convert_files(tmp_path, tmp_path / "none.parquet")
 
 
-def test_an_image_behind_a_url_is_fetched_here_only(tmp_path):
+def test_an_image_url_must_be_public(tmp_path):
     table = write_csv(tmp_path / "urls.csv", {"image_url": "http://127.0.0.1:9/a.jpg", **PLACE})
     with pytest.raises(UserError, match="127.0.0.1.*not public"):
-        made(tmp_path, table)
+        convert_files(tmp_path, table)
 
 
 # --- the invented map -------------------------------------------------------------------------------------------------
@@ -662,7 +664,7 @@ def test_toy_is_deterministic_and_its_splits_share_no_image():
 
 
 def test_a_map_shows_its_place():
-    """Read from the pixels: the colours, the coast's radii and width, and number, form, size and place of the marks."""
+    """The pixels have the right colours, coast radii and width, and number, form, size and place of the marks."""
     reach, width, jitter, forms = [], [], [], {shape: [] for shape in geospot.REGIONS}
     middle = geospot.SIDE / 2
     for n, (colour, shape, marks) in enumerate(3 * list(product(geospot.COLOURS, geospot.REGIONS, (1, 2, 3)))):
@@ -671,10 +673,10 @@ def test_a_map_shows_its_place():
         coast, ink, land = ((pixels == c).all(-1) for c in (geospot.COLOURS[colour], geospot.INK, (245, 245, 240)))
         [sea] = np.unique(pixels[~(coast | ink | land)], axis=0)
         assert (sea >= (205, 205, 235)).all() and (sea <= (225, 225, 255)).all() and land.sum() > 2000
-        labels, found = ndimage.label(ink)
+        labels, n_marks = ndimage.label(ink)
         boxes = ndimage.find_objects(labels)
         cells = [tuple((side.start + side.stop) / 2 / CELL - 0.5 for side in box) for box in boxes]
-        assert found == marks == len({(round(y), round(x)) for y, x in cells})
+        assert n_marks == marks == len({(round(y), round(x)) for y, x in cells})
         jitter += [CELL * (place - round(place)) for cell in cells for place in cell]
         forms[shape] += [(*ink[box].shape, ink[box].mean()) for box in boxes]
         for i in range(18):
@@ -694,18 +696,18 @@ def test_a_map_shows_its_place():
         assert shares == pytest.approx([share] * len(shares), abs=0.03)
 
 
-def test_toy_answers_earn_everything_and_stages_tell_places_apart():
+def test_toy_answers_earn_the_full_reward_and_places_are_far_apart():
     places = [geospot.toy_place(c, s, n) for c in geospot.COLOURS for s in geospot.REGIONS for n in (1, 2, 3)]
     for place in places:
-        assert right(geospot.toy_answer(place), place) == ALL
-    near = {"country": [], "region": [], "city": []}
+        assert correct_parts(geospot.toy_answer(place), place) == ALL
+    distances = {"country": [], "region": [], "city": []}
     for a in places:
         for b in places:
-            if first := next((part for part in near if a[part] != b[part]), None):
-                near[first].append(distance_km(a["lat"], a["lon"], b["lat"], b["lon"]))
+            if first := next((part for part in distances if a[part] != b[part]), None):
+                distances[first].append(distance_km(a["lat"], a["lon"], b["lat"], b["lon"]))
                 parts = geospot_reward(geospot.toy_answer(a), b, 4)
                 assert parts["reward"] < 0.75 and parts[first] == 0
-    assert min(near["country"]) > 2200 and min(near["region"]) > 222 and min(near["city"]) > 55
+    assert min(distances["country"]) > 2200 and min(distances["region"]) > 222 and min(distances["city"]) > 55
     assert not {geospot.normalize_country(name) for name in geospot.COUNTRIES.values()} & set(
         geospot.country_codes().values()
     )

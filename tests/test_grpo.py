@@ -1,4 +1,4 @@
-"""What a token weighs, which responses count, and which settings are refused.   pytest tests/test_grpo.py"""
+"""Tests of token weights, of the responses that count, and of settings that are refused.   pytest tests/test_grpo.py"""
 
 import math
 import re
@@ -13,7 +13,7 @@ import grpo
 import packing
 from errors import UserError
 from grpo import Algorithm
-from settings import build_config, typed
+from settings import build_config, format_setting
 
 # Loss weights --------------------------------------------------------------------------------------------------------
 
@@ -23,35 +23,35 @@ RESPONSES = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, m
 @settings(max_examples=30, deadline=None)
 @given(RESPONSES)
 def test_token_weights_add_up(responses):
-    """Those of what counts; the rest weighs nothing and is in no total."""
+    """Counted responses share the total weight; the others have weight 0 and are in no total."""
     lengths, counted = zip(*responses, strict=True)
     used = [n for n, c in responses if c]
-    for how in grpo.LOSS_AGGREGATIONS:
-        weights = grpo.token_weights(lengths, counted, how, 50)
+    for aggregation in grpo.LOSS_AGGREGATIONS:
+        weights = grpo.token_weights(lengths, counted, aggregation, 50)
         assert all(w == 0 for w, c in zip(weights, counted, strict=True) if not c)
         total = sum(n * w for n, w in zip(lengths, weights, strict=True))
         if used:
-            assert math.isclose(total, sum(used) / (50 * len(used)) if how == "const" else 1.0)
+            assert math.isclose(total, sum(used) / (50 * len(used)) if aggregation == "const" else 1.0)
 
 
 @settings(max_examples=30, deadline=None)
 @given(RESPONSES, RESPONSES, st.sampled_from(grpo.LOSS_AGGREGATIONS))
-def test_token_weights_do_not_depend_on_the_number_of_ranks(one, other, how):
-    """Totals are of all ranks, so that each of two computes its share of what one process does."""
-    n_tokens, counted = zip(*one, *other, strict=True)
+def test_token_weights_do_not_depend_on_the_number_of_ranks(first, second, aggregation):
+    """Totals are over all ranks, so each of two ranks computes the weights that a single process would."""
+    n_tokens, counted = zip(*first, *second, strict=True)
     if not any(counted):
         return
     totals = []
-    whole = grpo.token_weights(n_tokens, counted, how, 50, lambda mine: totals.append(mine) or mine)
+    whole = grpo.token_weights(n_tokens, counted, aggregation, 50, lambda mine: totals.append(mine) or mine)
     shares = []
-    for responses in (one, other):
+    for responses in (first, second):
         n_tokens, counted = zip(*responses, strict=True)
-        shares += grpo.token_weights(n_tokens, counted, how, 50, lambda mine: totals.append(mine) or totals[0])
+        shares += grpo.token_weights(n_tokens, counted, aggregation, 50, lambda mine: totals.append(mine) or totals[0])
     assert shares == whole
     assert {name: totals[1][name] + totals[2][name] for name in totals[0]} == totals[0]
 
 
-# Engine and trainer disagree -----------------------------------------------------------------------------------------
+# Mismatch of engine and trainer --------------------------------------------------------------------------------------
 
 
 def test_importance_weights_token_by_token():
@@ -66,9 +66,9 @@ def test_importance_weights_token_by_token():
     assert 0 < capped.sum() < 200
 
 
-def test_responses_are_kept_or_left_out_whole():
+def test_responses_are_kept_or_masked_as_a_whole():
     generator = torch.Generator().manual_seed(1)
-    rollout = torch.randint(0, 9, (120,), generator=generator) * 3  # interleaved
+    rollout = torch.randint(0, 9, (120,), generator=generator) * 3  # tokens of responses are interleaved
     trainer = torch.randn(120, generator=generator)
     engine = trainer + 0.6 * torch.randn(120, generator=generator)
     keep = grpo.geometric_mean_mask(trainer, engine, rollout, 0.8, 1.2)
@@ -83,50 +83,50 @@ def test_responses_are_kept_or_left_out_whole():
 
 @pytest.mark.parametrize("norm_std", ["group", "batch", "none"])
 @pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo"])
-def test_a_reward_that_failed_leaves_the_others_what_they_are_without_it(method, norm_std):
+def test_a_failed_reward_does_not_affect_the_other_advantages(method, norm_std):
     generator = torch.Generator().manual_seed(0)
     rewards_PG = torch.randint(0, 5, (6, 4), generator=generator) / 4
     graded_PG = torch.rand(6, 4, generator=generator) > 0.3
     graded_PG[0], graded_PG[1], graded_PG[2] = True, False, torch.tensor([False, True, False, False])
     rewards_PG[3] = torch.tensor([0.1, 0.1, 0.1, 0.7])
-    graded_PG[3] = torch.tensor([True, True, True, False])  # the others are equal
-    apart = []  # each group by itself, as if it had been smaller
+    graded_PG[3] = torch.tensor([True, True, True, False])  # the graded rewards are equal
+    alone = []  # each group alone, without the failed rewards
     for reward_G, graded_G in zip(rewards_PG, graded_PG, strict=True):
         few = graded_G.sum() < 2
-        apart.append(torch.zeros(1) if few else grpo.group_advantages(reward_G[graded_G][None], method, "none")[0])
+        alone.append(torch.zeros(1) if few else grpo.group_advantages(reward_G[graded_G][None], method, "none")[0])
     expected = torch.zeros(6, 4, dtype=torch.float64)
-    for p, difference_G in enumerate(apart):
+    for p, difference_G in enumerate(alone):
         expected[p, graded_PG[p]] = difference_G.double() if graded_PG[p].any() else torch.zeros(0).double()
         if norm_std == "group" and graded_PG[p].sum() > 1:
             expected[p] /= rewards_PG[p, graded_PG[p]].double().std() + 1e-6
     if norm_std == "batch":
         expected /= expected[graded_PG].std()
     failed_PG = rewards_PG.masked_fill(~graded_PG, math.nan)
-    found = grpo.group_advantages(failed_PG, method, norm_std, graded_PG=graded_PG)
-    assert torch.allclose(found, expected, atol=1e-12) and (found[~graded_PG] == 0).all() and (found[:4][1:] == 0).all()
+    ours = grpo.group_advantages(failed_PG, method, norm_std, graded_PG=graded_PG)
+    assert torch.allclose(ours, expected, atol=1e-12) and (ours[~graded_PG] == 0).all() and (ours[:4][1:] == 0).all()
     assert grpo.constant_groups(failed_PG, graded_PG)[:, 0].tolist()[1:4] == [True, True, True]
 
 
 @pytest.mark.parametrize("algo", ["grpo", "dr_grpo", "rloo", "reinforce++"])
-def test_advantages_of_a_step_leave_out_rewards_that_failed(algo):
+def test_advantages_of_a_step_leave_out_failed_rewards(algo):
     chosen = Algorithm(algo=algo, **grpo.PRESETS[algo], group_size=3)
     rewards_PG = torch.tensor([[1.0, 0.0, math.nan], [math.nan, 0.25, 1.0]], dtype=torch.float64)
     counted = [True, True, False, False, True, True]
 
-    def of(rewards_PG, rollout, counted):
+    def adv(rewards_PG, rollout, counted):
         tokens = packing.TokenBatch(rollout, torch.zeros(len(rollout)), torch.zeros(len(rollout)))
         return grpo.compute_advantages(rewards_PG, rewards_PG, tokens, torch.tensor(counted), chosen, 0.0)[0]
 
-    found = of(rewards_PG, torch.arange(6).repeat_interleave(2), counted)
-    without = of(torch.tensor([[1.0, 0.0], [0.25, 1.0]]).double(), torch.arange(4).repeat_interleave(2), [True] * 4)
+    ours = adv(rewards_PG, torch.arange(6).repeat_interleave(2), counted)
+    without = adv(torch.tensor([[1.0, 0.0], [0.25, 1.0]]).double(), torch.arange(4).repeat_interleave(2), [True] * 4)
     trained = torch.tensor(counted).repeat_interleave(2)
-    assert torch.allclose(found[trained], without, atol=1e-12) and found.isfinite().all()
+    assert torch.allclose(ours[trained], without, atol=1e-12) and ours.isfinite().all()
     reasons = ["stop" if c else "error" for c in counted]
     assert grpo.has_gradient(rewards_PG, reasons, chosen) == ([True] * 6 if chosen.kl_in_reward else counted)
 
 
-def test_what_a_users_method_needs_is_computed(monkeypatch):
-    """An advantage per token is not 0 because a response earned 0; a loss may have a gradient without an advantage."""
+def test_custom_methods_get_the_responses_that_they_need(monkeypatch):
+    """A per-token estimator may give equal rewards an advantage; a loss may have a gradient without an advantage."""
     rewards_PG, reasons = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.5] * 4]), ["stop"] * 8
     monkeypatch.setitem(
         grpo.ADVANTAGES, "steps", grpo.AdvantageEstimator(grpo.subtract_group_mean, "none", per_token=True)
@@ -146,7 +146,7 @@ def test_what_a_users_method_needs_is_computed(monkeypatch):
 # Settings ------------------------------------------------------------------------------------------------------------
 
 KL = {"kl_coef": 0.1, "kl_in": "reward"}
-REFUSED = [  # what is refused, the message, and the change that makes it right
+REFUSED = [  # refused settings, the message, and a change that makes them valid
     ({"group_size": 1}, "--group-size 1: --adv grpo compares samples of one prompt", {"adv": "reinforce++"}),
     ({"group_size": 1, "adv": "gae", "max_gen_batches": 2}, "--group-size 1: --max-gen-batches 2", {"group_size": 2}),
     ({"adv": "gae", "norm_std": "group"}, "norm_std=group needs .*; --adv gae does not;", {"norm_std": "batch"}),
@@ -180,18 +180,18 @@ def test_settings_that_contradict_each_other_are_refused(settings, message, chan
     Algorithm(**settings | change).check()
 
 
-def test_settings_and_methods_do_not_change_once_made():
-    for made, name in ((Algorithm(), "kl_coef"), (grpo.PolicyLoss(Algorithm()), "kl_coef"),
-                       (grpo.LOSSES["clip"], "per_token"), (grpo.ADVANTAGES["grpo"], "norm_std")):  # fmt: skip
+def test_settings_and_methods_are_immutable():
+    for instance, name in ((Algorithm(), "kl_coef"), (grpo.PolicyLoss(Algorithm()), "kl_coef"),
+                           (grpo.LOSSES["clip"], "per_token"), (grpo.ADVANTAGES["grpo"], "norm_std")):  # fmt: skip
         with pytest.raises(FrozenInstanceError):
-            setattr(made, name, getattr(made, name))
+            setattr(instance, name, getattr(instance, name))
 
 
-BOUNDS = {  # setting: the least and the largest value allowed, and those beyond
+BOUNDS = {  # setting: allowed values (the smallest and largest, or all), and refused ones
     "group_size": ([1], [0]), "clip_low": ([1e-9, 1.0], [0.0, 1.01]), "clip_high": ([1e-9], [0.0]),
     "dual_clip": ([1.01, None], [1.0]), "tis_cap": ([1e-9, None], [0.0]), "max_gen_batches": ([1], [0]),
     "update_epochs": ([1], [0]), "minibatches": ([1], [0]),
-    "entropy_coef": ([0.0], [-1e-9]), "kl_coef": ([0.0], [-1e-9]),
+    "entropy_coef": ([0.0, -0.1], [float("nan")]), "kl_coef": ([0.0], [-1e-9]),
     "kl_target": ([1e-9, None], [0.0]), "ref_every": ([0], [-1]), "critic_warmup_steps": ([0], [-1]),
     "gamma": ([0.0, 1.0], [-1e-9, 1.01]), "lam": ([0.0, 1.0], [-1e-9, 1.01]),
     "norm_std": ([None, *grpo.NORM_STD], ["all"]), "loss_agg": (grpo.LOSS_AGGREGATIONS, ["mean"]),
@@ -203,11 +203,11 @@ BOUNDS = {  # setting: the least and the largest value allowed, and those beyond
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_a_setting_takes_what_it_allows_and_nothing_beyond(name):
+def test_a_setting_takes_only_allowed_values(name):
     allowed, beyond = BOUNDS[name]
     for value in allowed:
         assert getattr(build_config(Algorithm, {name: value}), name) == value
     for value in beyond:
         [setting] = [f for f in fields(Algorithm) if f.name == name]
-        with pytest.raises(UserError, match=re.escape(f"{typed(setting, value)}: must be ")):
+        with pytest.raises(UserError, match=re.escape(f"{format_setting(setting, value)}: must be ")):
             build_config(Algorithm, {name: value})

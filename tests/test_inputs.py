@@ -1,4 +1,4 @@
-"""Rows as users bring them: content parts, native placeholders, templates, several columns, files of object stores.
+"""Input formats of users' rows: content parts, native placeholders, templates, several columns, object stores.
 
 pytest tests/test_inputs.py
 """
@@ -20,7 +20,7 @@ import prepare_data as pd
 from errors import UserError
 from prepare_data import ConvertConfig, DataFormatConfig, RawRow, build_example
 from sources import remote
-from sources.content import fill_template, insert_image_placeholders, template_columns
+from sources.content import fill_template, insert_placeholders, template_columns
 from sources.fetch import fetch
 from sources.remote import RemoteFile
 
@@ -60,14 +60,14 @@ def text(content: str) -> dict:
         {"type": "image", "url": "file://red.png", "text": None, "image_url": None, "index": None},
     ],
 )
-def test_a_part_with_an_image_becomes_a_mark(tmp_path, part):
-    """OpenAI's two APIs and Hugging Face's forms, with the fields that a parquet struct fills with None."""
+def test_an_image_part_becomes_a_placeholder(tmp_path, part):
+    """The formats of OpenAI's two APIs and of Hugging Face, also with fields that a parquet struct fills with None."""
     (tmp_path / "red.png").write_bytes(RED)
     e = example_of({"prompt": user(text("Is it"), part, {"type": "input_text", "text": " red?"})}, root=tmp_path)
     assert e.messages == [{"role": "user", "content": "Is it<image> red?"}] and e.images == [RED]
 
 
-def test_own_images_and_those_of_the_column_come_in_order():
+def test_images_of_parts_and_of_the_column_are_in_order():
     prompt = [
         {"role": "system", "content": [text("Look.")]},
         {"role": "user", "content": "first <image>"},
@@ -87,19 +87,19 @@ def test_own_images_and_those_of_the_column_come_in_order():
 @pytest.mark.parametrize(
     ("parts", "images", "reason"),
     [
-        (({"type": "image"},), [], "1 <image> placeholders in the prompt but 0 images"),
-        (({"type": "image", "image": RED},), [BLUE], "1 <image> placeholders in the prompt but 2 images"),
-        (({"type": "image", "image": RED}, text("<image>")), [], "2 <image> placeholders in the prompt but 1 images"),
-        (({"type": "video", "video": "a.mp4"},), [], "message 0, part 1: has type 'video', expected one of text, "),
+        (({"type": "image"},), [], "<image> placeholders in the prompt: 1; images: 0"),
+        (({"type": "image", "image": RED},), [BLUE], "<image> placeholders in the prompt: 1; images: 2"),
+        (({"type": "image", "image": RED}, text("<image>")), [], "<image> placeholders in the prompt: 2; images: 1"),
+        (({"type": "audio", "audio": "a.wav"},), [], "message 0, part 1: has type 'audio', expected one of text, "),
         (({"type": "input_audio"},), [], "part 1: has type 'input_audio', expected one of"),
         (({"text": "no type"},), [], "part 1: has type None, expected one of"),
         (({"type": ["image"]},), [], "part 1: has type ['image'], expected one of"),
         (("a string",), [], "part 1: is a str, expected an object such as {'type': 'text', ...}"),
         (({"type": "image_url"},), [], "part 1: has type 'image_url' but no image"),
         (({"type": "image_url", "image_url": {"url": None}},), [], "part 1: has no image in its field image_url"),
-        (({"type": "image", "image": RED, "path": "x"},), [], "image, path; an image part may have only one of image"),
-        (({"type": "image", "min_pixels": 9},), [RED], "has fields min_pixels; an image part may have only one of"),
-        (({"type": "input_image", "file_id": "f"},), [], "has fields file_id; an image part may have only one of"),
+        (({"type": "image", "image": RED, "path": "x"},), [], "image, path; image parts may have only one of image"),
+        (({"type": "image", "min_pixels": 9},), [RED], "has fields min_pixels; image parts may have only one of"),
+        (({"type": "input_image", "file_id": "f"},), [], "has fields file_id; image parts may have only one of"),
         (({"type": "text", "text": "x", "cache": 1},), [], "is a text with unsupported fields: cache; remove them"),
         (({"type": "text", "text": 5},), [], "part 1: has a text of type int, expected a string"),
         (({"type": "image", "index": 1},), [RED], "part 1: has index 1, but the row's next image is 0"),
@@ -123,7 +123,7 @@ def test_parts_are_read_from_every_kind_of_file(tmp_path):
     flags = ("--prompt-key", "messages", "--data-source", "t", "--out", tmp_path / "o.parquet")
     run("jsonl", "--input", write_jsonl(tmp_path / "q.jsonl", rows), *flags)
     assert [(e.messages[0]["content"], e.images) for e in read_examples(tmp_path / "o.parquet")[0]] == wanted
-    path = save(tmp_path / "f.parquet", rows)  # as it is, for training
+    path = save(tmp_path / "f.parquet", rows)  # read directly, as training does
     examples = read_examples(path, prompt_key="messages", answer_key="answer")[0]
     assert [(e.messages[0]["content"], e.images) for e in examples] == wanted
     run("parquet", "--input", path, "--answer-key", "answer", *flags)
@@ -146,17 +146,17 @@ PAD, START, END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
         (f"{START}{PAD}{END}{START}{PAD}{END}x", "<image><image>x"),
     ],
 )
-def test_native_placeholders_are_marks(prompt, plain):
+def test_native_placeholders_become_image_placeholders(prompt, plain):
     n = plain.count("<image>")
     for given in (prompt, [{"role": "user", "content": prompt}], user(text(prompt))):
         e = example_of({"prompt": given, "images": [RED, BLUE, GREEN, RED][:n]})
         assert e.messages == [{"role": "user", "content": plain}] and e.images == [RED, BLUE, GREEN, RED][:n]
-        with pytest.raises(UserError, match=f"{n} <image> placeholders in the prompt but {n + 1} images"):
+        with pytest.raises(UserError, match=f"<image> placeholders in the prompt: {n}; images: {n + 1}"):
             example_of({"prompt": given, "images": [RED] * (n + 1)})
 
 
-@pytest.mark.parametrize("prompt", [f"{START}x", f"x{END}", f"{START}{PAD}", f"{START} {PAD}{END}", "<|video_pad|>x",
-                                    f"{START}<|video_pad|>{END}"])  # fmt: skip
+@pytest.mark.parametrize("prompt", [f"{START}x", f"x{END}", f"{START}{PAD}", f"{START} {PAD}{END}",
+                                    f"{START}{PAD}<|video_pad|>{END}"])  # fmt: skip
 def test_other_special_tokens_stay_bad_rows(prompt):
     with pytest.raises(UserError, match="message 0 contains the special token"):
         example_of({"prompt": prompt, "images": [RED] * prompt.count(PAD)})
@@ -165,7 +165,7 @@ def test_other_special_tokens_stay_bad_rows(prompt):
 # ---------------------------------------------------------------------------------------------------- templates
 
 
-def test_template_over_columns(tmp_path):
+def test_a_template_is_filled_from_columns(tmp_path):
     rows = [{"q": "Which?", "choices": ["a", "b"], "level": 3, "image": URI["red"], "answer": "a", "tags": {"k": True}}]
     template = r"<image>Question: {q}\nChoices:\n{choices}\nLevel {level} {tags} {{x}}"
     out = tmp_path / "o.parquet"
@@ -174,7 +174,7 @@ def test_template_over_columns(tmp_path):
     [e] = read_examples(out)[0]
     wanted = '<image>Question: Which?\nChoices:\na\nb\nLevel 3 {"k": true} {x} Think.'
     assert e.messages == [{"role": "user", "content": wanted}] and e.images == [RED]
-    assert e.extra["choices"] == ["a", "b"] and e.extra["level"] == 3, "columns of the template are kept"
+    assert e.extra["choices"] == ["a", "b"] and e.extra["level"] == 3, "the template's columns must stay in extra"
     with pytest.raises(
         UserError, match=r"q.jsonl: no column 'question'; it has q, choices, level, image, answer, tags. Correct --pr"
     ):
@@ -185,11 +185,11 @@ def test_template_over_columns(tmp_path):
         run("parquet", "--input", tmp_path / "f.parquet", *flags[2:], "--prompt-template", "{nothing}")
 
 
-def test_a_column_brings_no_marks_into_a_template():
+def test_columns_add_no_placeholders_to_a_template():
     assert fill_template("<image>{a}{b}", {"a": "x<", "b": "image"}) == "<image>x<image"
     for record in ({"a": "<image>", "b": ""}, {"a": "<ima", "b": "ge>"}, {"a": PAD, "b": "x"},
                    {"a": ["y", "<image>"], "b": ""}, {"a": {"k": "<image>"}, "b": ""}):  # fmt: skip
-        with pytest.raises(UserError, match=r"a column adds 1 image placeholders to --prompt-template"):
+        with pytest.raises(UserError, match=r"a column adds 1 placeholders to --prompt-template"):
             fill_template("<image>{a}{b}", record)
     with pytest.raises(UserError, match="no value in column 'a' of --prompt-template; the row has a, b"):
         fill_template("{a}", {"a": None, "b": 1})
@@ -198,7 +198,7 @@ def test_a_column_brings_no_marks_into_a_template():
 
 
 @pytest.mark.parametrize("template", ["{a", "a}", "{}", "{a:.2f}", "{a!r}", "{ {a} }"])
-def test_a_wrong_template_is_told_before_any_work(tmp_path, template):
+def test_a_wrong_template_is_an_error_before_any_work(tmp_path, template):
     with pytest.raises(UserError, match=r"--prompt-template '.*': write columns as {name}, and {{ and }} for braces"):
         run("jsonl", "--input", "gone.jsonl", "--prompt-template", template, "--out", tmp_path / "o.parquet")
     assert template_columns("{{a}}{b.c}{d e}") == ["b.c", "d e"]
@@ -207,7 +207,7 @@ def test_a_wrong_template_is_told_before_any_work(tmp_path, template):
 # ---------------------------------------------------------------------------------------------------- several columns
 
 
-def test_several_truth_columns_become_one_json_object(tmp_path):
+def test_several_answer_columns_become_one_json_object(tmp_path):
     rows = [{"prompt": "where?", "country": "France", "region": None, "lat": 48.5, "n": 0},
             {"prompt": "and?", "country": "", "region": "X", "lat": 1.0, "n": 2}]  # fmt: skip
     keys = {"answer_key": "country,region, lat,n", "image_key": ""}
@@ -234,10 +234,10 @@ def test_several_truth_columns_become_one_json_object(tmp_path):
             save(tmp_path / "g.parquet", [{"prompt": "q", "a": None, "b": ""}]), answer_key="a,b", image_key=""
         )
     path = save(tmp_path / "h.parquet", [{"prompt": "q", "a,b": "c", "a": "x", "b": "y"}])
-    assert read_examples(path, answer_key="a,b", image_key="")[0][0].ground_truth == "c", "a column of that very name"
+    assert read_examples(path, answer_key="a,b", image_key="")[0][0].ground_truth == "c", "column 'a,b' comes first"
 
 
-def test_several_image_columns(tmp_path):
+def test_images_come_from_several_columns(tmp_path):
     row = verl_row(0, prompt=[{"role": "user", "content": "<image> and <image>?"}], left=RED, right=[BLUE])
     path = save(tmp_path / "f.parquet", [row])
     [e] = read_examples(path, image_key="left,right")[0]
@@ -249,7 +249,7 @@ def test_several_image_columns(tmp_path):
     with pytest.raises(UserError, match="no column 'middle'; .*--image-key"):
         read_examples(path, image_key="left,middle")
     path = save(tmp_path / "f.parquet", [row | {"right": None}])
-    with pytest.raises(UserError, match="2 <image> placeholders in the prompt but 1 images"):
+    with pytest.raises(UserError, match="<image> placeholders in the prompt: 2; images: 1"):
         read_examples(path, image_key="left,right")
     with open(tmp_path / "q.csv", "w", newline="") as file:
         csv.writer(file).writerows(
@@ -275,7 +275,7 @@ def test_tasks_take_two_image_columns_from_parquet(tmp_path):
 
 @pytest.fixture
 def store(monkeypatch):
-    """A bucket in memory, which s3:// means too; memory:// itself no row may name."""
+    """A bucket in memory, at s3:// and memory://. Rows may not use memory://."""
     memory = MemoryFileSystem()
     MemoryFileSystem.store.clear()
 
@@ -300,7 +300,7 @@ def put(store, path: str, data: bytes | str) -> str:
     return f"s3:/{path}"
 
 
-def test_tables_and_images_of_a_store(store, tmp_path):
+def test_tables_and_images_are_read_from_a_store(store, tmp_path):
     put(store, "/bucket/data/img/red.png", RED)
     blue = put(store, "/elsewhere/blue.png", BLUE)
     rows = [{"prompt": "<image>a?", "images": "img/red.png", "answer": "1"},
@@ -332,7 +332,7 @@ def test_tables_and_images_of_a_store(store, tmp_path):
     assert read_examples(out)[0][0].images == [BLUE]
 
 
-def test_what_a_store_lacks_is_told(store, tmp_path):
+def test_what_a_store_lacks_is_an_error(store, tmp_path):
     flags = ("--data-source", "t", "--out", tmp_path / "o.parquet", "--url-tries", 1)
     with pytest.raises(UserError, match="s3://bucket/gone.jsonl: no such file"):
         run("jsonl", "--input", "s3://bucket/gone.jsonl", *flags)
@@ -354,7 +354,7 @@ def test_what_a_store_lacks_is_told(store, tmp_path):
      "dir://x::s3://bucket/red.png", "s3://bucket/red.png::file:///etc/hostname", "ftp://h/x.png",
      "github://a:b@main/x.png", "reference://::s3://b/x"],
 )  # fmt: skip
-def test_rows_name_only_remote_stores(store, tmp_path, cell):
+def test_rows_may_name_only_remote_stores(store, tmp_path, cell):
     put(store, "/bucket/red.png", RED)
     cfg = ConvertConfig(out="", answer_key="answer", data_source="t")
     for value in (cell, [cell], {"bytes": None, "path": cell}):
@@ -364,7 +364,7 @@ def test_rows_name_only_remote_stores(store, tmp_path, cell):
         RemoteFile.from_row_url(cell)
 
 
-def test_rows_of_a_store_read_no_files_of_this_machine(store, tmp_path):
+def test_rows_from_a_store_read_no_local_files(store, tmp_path):
     (tmp_path / "red.png").write_bytes(RED)
     root = RemoteFile.from_url("s3://bucket/data")
     cfg = ConvertConfig(out="", answer_key="answer", data_source="t", url_tries=1)
@@ -393,37 +393,37 @@ def test_size_time_and_tries_are_bounded(store, monkeypatch):
     assert fetch(file, max_mb=2) == bytes(2 << 20)
     with pytest.raises(UserError, match=r"large.png cannot be fetched: it is larger than 1 MiB \(raise --url-max-mb\)"):
         fetch(file, max_mb=1)
-    tried, real = [], MemoryFileSystem._open
+    attempts, real = [], MemoryFileSystem._open
 
-    def slow(self, *args, **kw):
-        tried.append(time.monotonic())
+    def slow(self, *args, **kwargs):
+        attempts.append(time.monotonic())
         time.sleep(1.0)
 
     monkeypatch.setattr(MemoryFileSystem, "_open", slow)
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(UserError, match="fetched in 2 tries: TimeoutError; try again, .* or --url-timeout 0.1"):
         fetch(file, timeout=0.1, tries=2)
-    assert len(tried) == 2 and time.monotonic() - began < 1.0
+    assert len(attempts) == 2 and time.monotonic() - start < 1.0
 
-    def flaky(self, *args, **kw):
-        tried.append(0)
-        if len(tried) == 3:
+    def flaky(self, *args, **kwargs):
+        attempts.append(0)
+        if len(attempts) == 3:
             raise ConnectionError("reset")
-        return real(self, *args, **kw)
+        return real(self, *args, **kwargs)
 
     monkeypatch.setattr(MemoryFileSystem, "_open", flaky)
-    assert fetch(file) == bytes(2 << 20) and len(tried) == 4
+    assert fetch(file) == bytes(2 << 20) and len(attempts) == 4
 
 
-def test_without_its_library_a_store_is_a_line(monkeypatch, tmp_path):
+def test_a_missing_store_library_is_a_one_line_error(monkeypatch, tmp_path):
     real = builtins.__import__
 
-    def no_fsspec(name, *args, **kw):
+    def no_fsspec(name, *args, **kwargs):
         if name.partition(".")[0] == "fsspec":
             raise ImportError("No module named 'fsspec'")
-        return real(name, *args, **kw)
+        return real(name, *args, **kwargs)
 
-    with pytest.raises(UserError, match="gs://bucket/x.jsonl: run pip install fsspec gcsfs"):  # it is not here
+    with pytest.raises(UserError, match="gs://bucket/x.jsonl: run pip install fsspec gcsfs"):  # gcsfs is not installed
         run("jsonl", "--input", "gs://bucket/x.jsonl", "--out", tmp_path / "o.parquet")
     monkeypatch.setattr(builtins, "__import__", no_fsspec)
     with pytest.raises(UserError, match="s3://bucket/x.jsonl: run pip install fsspec s3fs: No module named 'fsspec'"):
@@ -432,8 +432,8 @@ def test_without_its_library_a_store_is_a_line(monkeypatch, tmp_path):
         RemoteFile.from_row_url("s3://bucket/x.png")
 
 
-def test_errors_of_a_stores_library_are_a_line(monkeypatch):
-    """botocore's, for one, are no OSErrors."""
+def test_errors_of_a_store_library_are_one_line(monkeypatch):
+    """Errors of botocore, for example, are not OSErrors."""
 
     class BotoCoreError(Exception):
         pass
@@ -447,6 +447,6 @@ def test_errors_of_a_stores_library_are_a_line(monkeypatch):
         raise KeyError("our own mistake")
 
 
-def test_place_images_leaves_what_is_no_prompt():
+def test_insert_placeholders_returns_other_values_unchanged():
     for prompt in (None, 5, [], [None, {"role": "user"}], {"a": 1}):
-        assert insert_image_placeholders(prompt, [RED]) == (prompt, [RED])
+        assert insert_placeholders(prompt, [RED], [BLUE]) == (prompt, [RED], [BLUE])

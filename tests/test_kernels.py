@@ -1,6 +1,6 @@
-"""The policy head against float64 definitions, in plain torch and in Triton.   pytest tests/test_kernels.py
+"""The policy head in plain torch and in Triton, compared with float64 definitions.   pytest tests/test_kernels.py
 
-On a CPU the Triton kernels run in Triton's interpreter (see conftest.py), on a GPU they are compiled.
+On a CPU the Triton kernels run in Triton's interpreter (see conftest.py); on a GPU they are compiled.
 """
 
 import json
@@ -23,12 +23,12 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def in_double(tokens):
-    """A TokenBatch with its numbers in float64."""
+    """Return a TokenBatch with its floating-point columns in float64."""
     return TokenBatch(**{name: x.double() if x.is_floating_point() else x for name, x in tokens.columns().items()})
 
 
 def reference(hidden, weight, targets, temperature, banned):
-    """Straight from the definitions, all logits at once, in float64."""
+    """Return log-probabilities and entropies by their definitions, from all logits at once, in float64."""
     logits = hidden.double() @ weight.double().t() / temperature
     if banned is not None:
         keep = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
@@ -50,13 +50,13 @@ def case(n, h, v, scale=1.0, seed=0):
 
 
 def close(got, want, tolerance=1e-5):
-    """Within `tolerance`, absolute, of a want whose largest entry is scaled to at most 1."""
+    """Assert that both are equal within `tolerance`, after scaling so that the largest wanted entry is at most 1."""
     size = max(1.0, want.abs().max().item()) if want.numel() else 1.0
     torch.testing.assert_close(got.double() / size, want.double() / size, rtol=0, atol=tolerance)
 
 
 def small_blocks(monkeypatch, rows, vocab):
-    """Blocks of so many rows, and tiles of a third of the vocabulary and a bit."""
+    """Set the block size to `rows` rows, and the tile size to a third of the vocabulary, rounded down."""
     monkeypatch.setattr(kernels, "CPU_BLOCK_ELEMENTS", rows * vocab)
     monkeypatch.setattr(kernels, "CPU_TILE_ELEMENTS", rows * (vocab // 3))
     monkeypatch.setattr(kernels, "GPU_BLOCK_ROWS", rows)
@@ -70,7 +70,7 @@ def small_blocks(monkeypatch, rows, vocab):
 @pytest.mark.parametrize("n,h,v", [(1, 4, 7), (5, 16, 33), (40, 32, 1001), (0, 8, 50)])
 @pytest.mark.parametrize("temperature,ban", [(1.0, False), (0.7, True)])
 def test_values_and_gradients_equal_float64(kernel, n, h, v, temperature, ban, monkeypatch):
-    small_blocks(monkeypatch, 7, v)  # several blocks and a ragged last one
+    small_blocks(monkeypatch, 7, v)  # several blocks, of which the last is smaller
     hidden, weight, targets, g1, g2 = case(n, h, v, scale=2.0)
     banned = torch.tensor([v - 1, v - 3], device=DEVICE) if ban else None
     results = []
@@ -87,7 +87,7 @@ def test_values_and_gradients_equal_float64(kernel, n, h, v, temperature, ban, m
     for ours, want in zip(*results, strict=True):
         close(ours, want)
     if ban and n:
-        assert results[0][3][banned].abs().max() == 0  # what cannot be sampled teaches nothing
+        assert results[0][3][banned].abs().max() == 0  # tokens that cannot be sampled get no gradient
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
@@ -122,15 +122,15 @@ def test_rows_of_very_large_and_very_negative_logits(kernel, shift, monkeypatch)
     ours = linear_logprob(hidden, weight, targets, 1.0, banned, kernel)
     for a, b in zip(ours, want, strict=True):
         assert torch.isfinite(a).all()
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=5e-3)  # fp32 logits of 3000 carry 2e-4 each
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=5e-3)  # fp32 logits of 3000 have errors of 2e-4
     (ours[0] @ g1 + ours[1] @ g2).backward()
     assert torch.isfinite(hidden.grad).all()
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
-def test_certain_rows_have_no_entropy_and_no_gradient(kernel, monkeypatch):
-    """One logit 300 above all others: p is exactly 1 there and underflows everywhere else."""
-    monkeypatch.setattr(kernels, "CPU_BLOCK_ELEMENTS", 49)  # less than a row: a block has one row all the same
+def test_rows_with_a_certain_token_have_no_entropy_and_no_gradient(kernel, monkeypatch):
+    """One logit is 300 above all others, so its p is exactly 1 and all others underflow."""
+    monkeypatch.setattr(kernels, "CPU_BLOCK_ELEMENTS", 49)  # less than a row; a block still has one row
     hidden = torch.zeros(3, 8, device=DEVICE)
     hidden[:, 0] = 300.0
     weight = torch.zeros(50, 8, device=DEVICE)
@@ -159,15 +159,15 @@ def test_a_banned_target_has_no_probability(kernel, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_gradients_take_the_place_of_the_logits(dtype):
-    """On a GPU with 16-bit inputs dz is written over the fp32 logits that it is made from, in half of their room."""
+def test_sixteen_bit_gradients_overwrite_the_logits(dtype):
+    """On a GPU with 16-bit inputs, dz overwrites the fp32 logits that it is computed from, in half of their memory."""
     hidden, weight, targets, g1, g2 = case(5, 4, 300)
     head = kernels._TritonHead(hidden.to(dtype), weight.to(dtype), targets, 0.9, None, (False, False))
     head.statistics(slice(0, 5))
     logits = head.z_RV.clone().double().requires_grad_()
     logp = (logits / 0.9).log_softmax(-1)
     (logp.gather(1, targets[:, None])[:, 0] @ g1.double() - (logp.exp() * logp).sum(-1) @ g2.double()).backward()
-    live = torch.tensor([0, 4, 2], device=DEVICE)  # row 1 has no gradient: row 4 takes its place
+    live = torch.tensor([0, 4, 2], device=DEVICE)  # row 1 has no gradient, so row 4 takes its place
     ((columns, dz),) = head.logit_gradients(live, g1[live], g2[live])
     assert head.z_RV.stride() == (320, 1)  # aligned, and hardly wider than the vocabulary
     assert dz.data_ptr() == head.z_RV.data_ptr() and dz.dtype == dtype and dz.shape == (3, 300)
@@ -180,12 +180,12 @@ def test_live_rows_are_compacted_in_place():
         live = torch.tensor([bool(pattern >> i & 1) for i in range(6)], device=DEVICE)
         source = kernels._compact(live).tolist()
         assert sorted(source) == live.nonzero()[:, 0].tolist()
-        for place, row in enumerate(source):  # nothing is read after it was overwritten
+        for place, row in enumerate(source):  # no row is read after it was overwritten
             assert row == place or row >= len(source)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
-def test_frozen_weight_costs_no_gradient_and_runs_repeat_bitwise(kernel):
+def test_a_frozen_weight_gets_no_gradient_and_runs_repeat_bitwise(kernel):
     hidden, weight, targets, g1, g2 = case(20, 8, 140)
     tokens = tokens_of(g1, g2.abs())
     runs = []
@@ -201,7 +201,7 @@ def test_frozen_weight_costs_no_gradient_and_runs_repeat_bitwise(kernel):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_bfloat16_inputs_are_ten_times_closer_than_bfloat16_logits(large):
-    """Values, and the gradient in the logits: there the two ways differ, for both then round what they return."""
+    """Compare values, and gradients before their rounding to bfloat16, which is the same for both."""
     hidden, weight, targets, g1, g2 = case(64, 128, 2000, scale=8.0 if large else 3.0)
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     exact = reference(hidden, weight, targets, 1.0, None)
@@ -214,7 +214,7 @@ def test_bfloat16_inputs_are_ten_times_closer_than_bfloat16_logits(large):
 
     x, w = (t.double().requires_grad_() for t in (hidden, weight))
     (reference(x, w, targets, 1.0, None)[0] @ g1.double()).backward()
-    y, v = (t.float().requires_grad_() for t in (hidden, weight))  # the same numbers; gradients come back unrounded
+    y, v = (t.float().requires_grad_() for t in (hidden, weight))  # the same numbers; fp32 gradients are not rounded
     (linear_logprob(y, v, targets)[0] @ g1).backward()
     (rough[0].float() @ g1).backward()
     dz = logits.grad.double()
@@ -224,7 +224,7 @@ def test_bfloat16_inputs_are_ten_times_closer_than_bfloat16_logits(large):
     (linear_logprob(y, v, targets)[0] @ g1).backward()
     for a, want in [(y.grad, x.grad), (v.grad, w.grad)]:
         assert a.dtype == torch.bfloat16
-        if DEVICE.type == "cpu":  # rounded once, at the end; a GPU's products take a 16-bit dz too
+        if DEVICE.type == "cpu":  # rounded once, at the end; on a GPU also dz
             torch.testing.assert_close(a, want.bfloat16(), rtol=2**-7, atol=want.abs().max().item() * 1e-5)
         else:
             assert (a.double() - want).norm() < 0.01 * want.norm()
@@ -234,7 +234,7 @@ def test_bfloat16_inputs_are_ten_times_closer_than_bfloat16_logits(large):
 
 
 def policy_loss_of(kl_coef=0.0, **settings):
-    """Off policy unless told otherwise."""
+    """Return a policy loss, off policy (update_epochs=2) by default."""
     return PolicyLoss(Algorithm(**{"update_epochs": 2, "kl_coef": kl_coef} | settings), kl_coef)
 
 
@@ -252,7 +252,7 @@ LOSSES = {
 
 
 def tokens_of(advantages, weights=None, rollout=None, **columns):
-    """A TokenBatch on the device."""
+    """Return a TokenBatch on the device."""
     n = len(advantages)
     rollout = torch.zeros(n, dtype=torch.long) if rollout is None else rollout
     weights = torch.ones(n) if weights is None else weights
@@ -262,7 +262,8 @@ def tokens_of(advantages, weights=None, rollout=None, **columns):
 
 
 def columns(logp, seed=1, lengths=(3, 9, 1, 2, 2, 17, 5)):
-    """What a loss reads of 39 tokens in responses shorter and longer than a block of 7; a third weigh nothing."""
+    """Return a TokenBatch of 39 tokens, in responses shorter and longer than a block of 7 rows. A third of the tokens
+    have weight 0."""
     g = torch.Generator().manual_seed(seed)
     n = len(logp)
     weights = torch.rand(n, generator=g) * (torch.arange(n) % 3 > 0)
@@ -274,8 +275,8 @@ def columns(logp, seed=1, lengths=(3, 9, 1, 2, 2, 17, 5)):
     return tokens_of(advantages, weights, rollout, **near)
 
 
-# No kernel knows the loss. Under the interpreter, which is slow, Triton runs with one loss of each sort: without and
-# with gradients of the entropy, and losses that couple tokens, one of which leaves responses out.
+# Kernels do not depend on the loss. Triton's interpreter is slow, so Triton runs with only one loss of each kind:
+# without and with gradients of the entropy, and losses that couple tokens, one of which leaves out responses.
 EACH_LOSS = [("torch", name) for name in LOSSES]
 EACH_LOSS += [("triton", name) for name in ("clip", "clip, k1, entropy", "reinforce, tis mask", "gspo")]
 
@@ -293,7 +294,7 @@ def test_fused_loss_and_gradients_equal_float64(name, kernel, temperature, ban, 
     logp, entropy = reference(x, w, targets, temperature, banned)
     tokens = columns(logp.detach())
     if on_policy:
-        tokens.old_logps = None  # not looked at
+        tokens.old_logps = None  # not used on policy
     exact = in_double(tokens)
     want = loss(logp, entropy, exact)[0].sum()
     (3.0 * want).backward()
@@ -308,8 +309,8 @@ def test_fused_loss_and_gradients_equal_float64(name, kernel, temperature, ban, 
     (3.0 * fused_policy_loss(frozen, weight, targets, loss, tokens, temperature, banned, kernel)[0]).backward()
     assert torch.equal(frozen.grad, y.grad)
     with torch.no_grad():
-        alone = fused_policy_loss(y, u, targets, loss, tokens, temperature, banned, kernel)
-    close(alone[0], want.detach())
+        without_grad = fused_policy_loss(y, u, targets, loss, tokens, temperature, banned, kernel)
+    close(without_grad[0], want.detach())
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
@@ -321,12 +322,12 @@ def test_rows_without_gradient_are_left_out_of_the_products(kernel, monkeypatch)
     rows = []
     product = kernels._matmul
 
-    def counting(out, a, b, add=False):
-        if add:  # of a gradient
+    def counting_matmul(out, a, b, add=False):
+        if add:  # only products for gradients add
             rows.append(len(b))
         product(out, a, b, add)
 
-    monkeypatch.setattr(kernels, "_matmul", counting)
+    monkeypatch.setattr(kernels, "_matmul", counting_matmul)
     weight.requires_grad_()
     results = []
     for keep in (slice(None), share > 0):
@@ -334,16 +335,16 @@ def test_rows_without_gradient_are_left_out_of_the_products(kernel, monkeypatch)
         tokens = tokens_of(advantage[keep], share[keep])
         fused_policy_loss(x[keep], weight, targets[keep], PolicyLoss(Algorithm()), tokens, kernel=kernel)[0].backward()
         results.append(x.grad)
-        wide = [n for n in rows if n <= 16]  # rows that the weight's gradient is made from
+        wide = [n for n in rows if n <= 16]  # rows from which the weight's gradient is computed
         assert sum(wide) == 19 * (3 if kernel == "torch" else 1) * (1 if keep == slice(None) else 2), rows
-    assert 0 not in rows  # nor is there a product for a block without any
+    assert 0 not in rows  # a block without such rows has no product at all
     close(*results)
     assert results[0][share == 0].abs().max() == 0
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
 @pytest.mark.parametrize("train_hidden,train_weight", [(True, True), (True, False), (False, True), (False, False)])
-def test_what_is_frozen_costs_no_product(train_hidden, train_weight, kernel, monkeypatch):
+def test_frozen_inputs_cost_no_product(train_hidden, train_weight, kernel, monkeypatch):
     small_blocks(monkeypatch, 10, 60)
     hidden, weight, targets, advantage, _ = case(20, 8, 60)
     want = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -352,19 +353,19 @@ def test_what_is_frozen_costs_no_product(train_hidden, train_weight, kernel, mon
     products = []
     product = kernels._matmul
 
-    def counting(out, a, b, add=False):
+    def counting_matmul(out, a, b, add=False):
         products.append(out.shape)
         product(out, a, b, add)
 
-    monkeypatch.setattr(kernels, "_matmul", counting)
+    monkeypatch.setattr(kernels, "_matmul", counting_matmul)
     x, w = hidden.clone().requires_grad_(train_hidden), weight.clone().requires_grad_(train_weight)
     total = fused_policy_loss(x, w, targets, PolicyLoss(Algorithm()), tokens, kernel=kernel)[0]
     tiles = 2 * (3 if kernel == "torch" else 1)  # blocks times tiles
     assert len(products) == tiles * (1 + train_hidden + train_weight)
     if train_hidden or train_weight:
         total.backward()
-    for got, exactly, trained in [(x, want[0], train_hidden), (w, want[1], train_weight)]:
-        assert torch.equal(got.grad, exactly.grad) if trained else got.grad is None
+    for got, exact, trained in [(x, want[0], train_hidden), (w, want[1], train_weight)]:
+        assert torch.equal(got.grad, exact.grad) if trained else got.grad is None
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
@@ -384,10 +385,10 @@ def test_sixteen_bit_inputs_have_fp32_sums_and_sixteen_bit_gradients(kernel, mon
     assert total.dtype == got_logp.dtype == torch.float32
     close(got_logp, logp.detach())
     close(got_entropy, entropy.detach())
-    rounding = 2**-9 if kernel == "torch" and DEVICE.type == "cpu" else 2**-7  # once, or of dz too
-    for got, exactly in [(y.grad, x.grad), (u.grad, w.grad)]:
+    rounding = 2**-9 if kernel == "torch" and DEVICE.type == "cpu" else 2**-7  # of the result, or also of dz
+    for got, exact in [(y.grad, x.grad), (u.grad, w.grad)]:
         assert got.dtype == torch.bfloat16
-        assert (got.double() - exactly).norm() < rounding * exactly.norm()
+        assert (got.double() - exact).norm() < rounding * exact.norm()
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
@@ -411,10 +412,10 @@ def test_no_tokens_and_no_gradient(kernel):
 
 
 @pytest.mark.parametrize("kernel,name", EACH_LOSS)
-def test_an_edit_of_policy_loss_is_what_trains(name, kernel, monkeypatch):
-    """The first thing that a reader changes: ten times the loss is ten times the gradient, on every device."""
+def test_an_edited_policy_loss_trains_as_edited(name, kernel, monkeypatch):
+    """Editing grpo.policy_loss is enough: ten times the loss gives ten times the gradient with every kernel."""
     loss = LOSSES[name]
-    loss = PolicyLoss(replace(loss.algo, entropy_coef=0.0))  # the terms that policy_loss does not make
+    loss = PolicyLoss(replace(loss.algo, entropy_coef=0.0))  # without KL and entropy, which it does not compute
     hidden, weight, targets, *_ = case(39, 16, 333, scale=2.0)
     tokens = columns(reference(hidden, weight, targets, 1.0, None)[0])
 
@@ -436,7 +437,7 @@ def test_an_edit_of_policy_loss_is_what_trains(name, kernel, monkeypatch):
 
 
 class Squared:
-    """A loss that kernels.py has never heard of."""
+    """A per-token loss that kernels.py does not know."""
 
     per_token = True
 
@@ -445,7 +446,7 @@ class Squared:
 
 
 class SquaredMean:
-    """One that couples the tokens of a sequence: the square of their mean."""
+    """A loss that couples the tokens of a sequence: the square of their mean."""
 
     per_token = False
 
@@ -480,7 +481,7 @@ def test_a_loss_that_couples_tokens_gets_as_many_whole_rollouts_as_fit_into_a_bl
     assert [(group.start, group.stop) for group in groups] == [(0, 3), (3, 12), (12, 17), (17, 34), (34, 39)]
 
 
-def test_a_loss_that_couples_tokens_refuses_rollouts_whose_tokens_do_not_stand_together(monkeypatch):
+def test_a_loss_that_couples_tokens_refuses_rollouts_whose_tokens_are_not_contiguous(monkeypatch):
     small_blocks(monkeypatch, 2, 50)
     hidden, weight, targets, *_ = case(4, 8, 50)
     tokens = tokens_of(torch.ones(4), rollout=torch.tensor([0, 1, 0, 1]))
@@ -489,15 +490,15 @@ def test_a_loss_that_couples_tokens_refuses_rollouts_whose_tokens_do_not_stand_t
         fused_policy_loss(hidden, weight, targets, SquaredMean(), tokens)
 
 
-def test_a_loss_says_whether_it_couples_tokens():
-    """No default: a loss of whole sequences that got pieces of them would train on other numbers, and say nothing."""
+def test_a_loss_must_say_whether_it_couples_tokens():
+    """per_token has no default, because a loss that couples tokens would be silently wrong on parts of a sequence."""
     hidden, weight, targets, *_ = case(3, 8, 50)
     with pytest.raises(AttributeError, match="per_token"):
         fused_policy_loss(hidden.requires_grad_(), weight, targets, lambda logp, *_: (logp,), tokens_of(torch.ones(3)))
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
-def test_the_gradient_is_handed_out_once(kernel):
+def test_a_second_backward_is_refused(kernel):
     hidden, weight, targets, *_ = case(3, 8, 50)
     hidden.requires_grad_()
     total = fused_policy_loss(
@@ -508,7 +509,7 @@ def test_the_gradient_is_handed_out_once(kernel):
         total.backward()
 
 
-# --- Choosing, refusing, compiling ------------------------------------------------------------------------------------
+# --- Choice of the kernel, errors, compilation ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -527,7 +528,7 @@ def test_bad_arguments_are_named(change, match):
         linear_logprob(**good | change)
 
 
-def test_kernels_are_chosen_once_and_refused_where_they_cannot_run(monkeypatch):
+def test_kernels_are_chosen_by_device_and_refused_where_they_cannot_run(monkeypatch):
     cpu = torch.device("cpu")
     assert resolve_kernel("auto", cpu) == "torch" and resolve_kernel("auto", torch.device("cuda")) == "triton"
     with pytest.raises(KeyError, match="cuda"):
@@ -564,7 +565,7 @@ print(json.dumps(report))
 
 
 def test_kernels_compile_for_hopper(tmp_path):
-    """Down to machine code, without a GPU: Triton's interpreter accepts much that its compiler does not."""
+    """Compile to machine code, without a GPU, because Triton's interpreter accepts much that its compiler rejects."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", COMPILE], cwd=root, env=env, capture_output=True, text=True)

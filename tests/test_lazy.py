@@ -1,4 +1,4 @@
-"""Images that stay in their file: the same bytes as an eager reading, little memory, and no silent changes.
+"""Tests of lazily read images: the same bytes as in the file, little memory, and errors if the file changes.
 
 pytest tests/test_lazy.py
 """
@@ -30,8 +30,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """Nothing kept from another test."""
+def empty_cache(monkeypatch):
+    """Empty the cache of row groups, so that no test uses those of another."""
     monkeypatch.setattr(lazy_images, "ROW_GROUPS", lazy_images.RowGroups())
 
 
@@ -45,7 +45,7 @@ def noise(i: int, side: int = 40) -> bytes:
 
 
 def noise_file(path: Path, n: int, **kw) -> list[bytes]:
-    """n rows of one image each, the row's own; returns the images, which pyarrow alone gives back too."""
+    """Write n rows with a different image each. Check that pyarrow reads the same images, and return them."""
     images = [noise(i) for i in range(n)]
     save(path, [verl_row(i, images=[{"bytes": data, "path": None}]) for i, data in enumerate(images)], **kw)
     assert [row["images"][0]["bytes"] for row in pq.read_table(path).to_pylist()] == images
@@ -63,8 +63,8 @@ def test_a_large_row_group_is_read_row_by_row(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("bound", [1, 30_000, 1 << 30])
-def test_images_are_those_of_the_rows_in_any_order(tmp_path, monkeypatch, rows, bound):
-    """Whatever the size of row groups and of what is kept, in order, backwards, at random and from 4 threads."""
+def test_rows_return_their_own_images_in_any_order(tmp_path, monkeypatch, rows, bound):
+    """For any size of row groups and cache: in order, backwards, shuffled, one row repeatedly, and from 4 threads."""
     monkeypatch.setattr(lazy_images, "CACHE_BYTES", bound)
     images = noise_file(tmp_path / "f.parquet", 30, row_group_size=rows)
     examples = read(tmp_path / "f.parquet")
@@ -74,12 +74,12 @@ def test_images_are_those_of_the_rows_in_any_order(tmp_path, monkeypatch, rows, 
         assert [examples[i].images[0] for i in order] == [images[i] for i in order]
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(lambda i: examples[i].images[-1], order)) == [images[i] for i in order]
-    kept = lazy_images.ROW_GROUPS.cached
-    assert len(kept) == 1 or sum(group.nbytes for group in kept.values()) <= bound
-    assert len(kept) == -(-30 // rows) or bound < 1 << 30
+    cached = lazy_images.ROW_GROUPS.cached
+    assert len(cached) == 1 or sum(group.nbytes for group in cached.values()) <= bound
+    assert len(cached) == -(-30 // rows) or bound < 1 << 30
 
 
-def test_it_is_a_sequence_of_bytes(tmp_path):
+def test_lazy_images_are_a_sequence_of_bytes(tmp_path):
     row = verl_row(
         0, prompt="<image><image><image>", images=[{"bytes": b, "path": None} for b in (RED, BLUE, noise(0))]
     )
@@ -100,7 +100,7 @@ def test_it_is_a_sequence_of_bytes(tmp_path):
 
 
 def test_sizes_are_those_of_the_decoded_image(tmp_path):
-    """A camera's turned file is counted as it is seen; no second look at the file is needed."""
+    """The sizes account for EXIF rotation, and are known without opening the file again."""
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = encode(Image.new("RGB", (32, 16)), "JPEG", exif=exif)
@@ -111,17 +111,17 @@ def test_sizes_are_those_of_the_decoded_image(tmp_path):
     assert Example("u", "t", [], [turned], "1", {}).image_sizes == [(16, 32)]
 
 
-def test_no_bytes_are_kept_or_sent(tmp_path):
+def test_image_bytes_are_neither_stored_nor_pickled(tmp_path):
     noise_file(tmp_path / "f.parquet", 20)
     examples = read(tmp_path / "f.parquet")
-    sent = pickle.dumps(examples)
-    assert len(noise(0)) > 4000 and len(sent) < 20 * 600
-    back = pickle.loads(sent)
-    assert back == examples and back[3].images[0] == noise(3) and back[3].image_sizes == examples[3].image_sizes
+    pickled = pickle.dumps(examples)
+    assert len(noise(0)) > 4000 and len(pickled) < 20 * 600
+    loaded = pickle.loads(pickled)
+    assert loaded == examples and loaded[3].images[0] == noise(3) and loaded[3].image_sizes == examples[3].image_sizes
 
 
-def test_cells_of_all_kinds_stay_where_they_are(tmp_path):
-    """Paths are read and base64 is decoded when used; content parts too."""
+def test_cells_of_all_kinds_are_read_lazily(tmp_path):
+    """Paths are read and base64 is decoded on access, also in content parts."""
     (tmp_path / "a.png").write_bytes(RED)
     text = base64.b64encode(BLUE).decode()
     parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}, {"type": "image"}]
@@ -137,7 +137,7 @@ def test_cells_of_all_kinds_stay_where_they_are(tmp_path):
     assert [list(e.images) for e in examples] == [[BLUE, RED], [BLUE]]
     lazy_images.ROW_GROUPS.__init__()
     (tmp_path / "a.png").write_bytes(BLUE)
-    assert examples[0].images[0] == BLUE, "which did not change"
+    assert examples[0].images[0] == BLUE, "this image did not change"
     with pytest.raises(UserError, match=r"f.parquet row group 0 row 0: image 1: has changed since it was checked"):
         list(examples[0].images)
     (tmp_path / "a.png").unlink()
@@ -145,18 +145,18 @@ def test_cells_of_all_kinds_stay_where_they_are(tmp_path):
         examples[0].images[1]
 
 
-def test_a_file_that_changed_or_is_gone_is_named(tmp_path):
+def test_a_changed_or_missing_file_is_named(tmp_path):
     path = tmp_path / "f.parquet"
     noise_file(path, 3)
     examples, data = read(path), path.read_bytes()
     path.unlink()
     with pytest.raises(UserError, match=rf"{path} row group 0 cannot be read.*No such file"):
         examples[0].images[0]
-    for change, told in ((lambda d: d.replace(noise(1)[50:60], bytes(10)), "has changed since it was checked"),
-                         (lambda d: bytes(len(d)), "cannot be read; it may have changed")):  # fmt: skip
+    for change, expected in ((lambda d: d.replace(noise(1)[50:60], bytes(10)), "has changed since it was checked"),
+                             (lambda d: bytes(len(d)), "cannot be read; it may have changed")):  # fmt: skip
         path.write_bytes(change(data))
         lazy_images.ROW_GROUPS.__init__()
-        with pytest.raises(UserError, match=rf"{path} row group 0.*{told}"):
+        with pytest.raises(UserError, match=rf"{path} row group 0.*{expected}"):
             examples[1].images[0]
     path.write_bytes(data)
     lazy_images.ROW_GROUPS.__init__()
@@ -164,18 +164,18 @@ def test_a_file_that_changed_or_is_gone_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [[2, 0], [0]])
-def test_other_rows_are_never_read_as_those_that_were_checked(tmp_path, rows):
+def test_moved_or_removed_rows_are_refused(tmp_path, rows):
     path = tmp_path / "f.parquet"
     noise_file(path, 3)
     examples = read(path)
     pq.write_table(pq.read_table(path).take(rows), path)
-    for i in (1, 2):  # another image, and no such row
+    for i in (1, 2):  # each now has another image or does not exist
         lazy_images.ROW_GROUPS.__init__()
         with pytest.raises(UserError, match="f.parquet row group 0 .*changed since"):
             list(examples[i].images)
 
 
-def test_it_works_in_another_process(tmp_path):
+def test_images_can_be_read_in_another_process(tmp_path):
     images = noise_file(tmp_path / "f.parquet", 4)
     examples = read(tmp_path / "f.parquet")
     with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -186,8 +186,8 @@ def first_image(example: Example) -> bytes:
     return example.images[0]
 
 
-def test_a_forked_child_reads_too(tmp_path):
-    """It has none of its parent's threads, the one that reads included."""
+def test_images_can_be_read_in_a_forked_child(tmp_path):
+    """A forked child has none of its parent's threads, so it must start a reader thread of its own."""
     noise_file(tmp_path / "f.parquet", 4)
     code = (
         "import os, signal, sys; from prepare_data import *\n"
@@ -220,7 +220,7 @@ def test_our_files_have_small_row_groups_and_pages(tmp_path, capsys, monkeypatch
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path):
-    """What arrow holds at most, while a file of 24 MB is checked and drawn from; and that torch is not needed."""
+    """Arrow's peak memory stays below the size of a 24 MB file that is checked and read, and torch is not imported."""
     images = [noise(i, 200) for i in range(20)]
     rows = (
         Example(f"u{i}", "t", [{"role": "user", "content": "<image>"}], [images[i % 20]], "1", {}) for i in range(200)
@@ -234,6 +234,6 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
         "assert sum(len(e.images[0]) for e in examples) > 23e6\n"
         "print(checked, pa.default_memory_pool().max_memory(), pa.total_allocated_bytes(), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    checked, most, held, torch = done.stdout.split()
-    assert int(checked) < 16 << 20 and int(most) < 16 << 20 and int(held) < 8 << 20 and torch == "False"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    peak_checking, peak, allocated, has_torch = result.stdout.split()
+    assert int(peak_checking) < 16 << 20 and int(peak) < 16 << 20 and int(allocated) < 8 << 20 and has_torch == "False"

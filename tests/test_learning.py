@@ -1,4 +1,4 @@
-"""benchmarks/learning.py: both sides are asked the same, and its statistics.   pytest tests/test_learning.py"""
+"""benchmarks/learning.py: equal prompts on both sides, and correct statistics.   pytest tests/test_learning.py"""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ import learning  # noqa: E402
 
 
 @pytest.mark.slow
-def test_both_sides_are_asked_the_same_from_the_same_start(toys, tmp_path):
+def test_both_sides_get_the_same_prompts_and_the_same_start(toys, tmp_path):
     folder = tmp_path / "shapes" / "seed3"
     for name in ("base", "start"):
         shutil.copytree(toys["qwen2_5_vl"], folder / name)
@@ -34,9 +34,9 @@ def test_both_sides_are_asked_the_same_from_the_same_start(toys, tmp_path):
     processor = Processor(str(folder / "start"))
     for step in (1, 2):
         prompts = make_prompts([examples[i] for i in shuffled_batch(step - 1, 12, 3, seed=3)], processor)
-        asked = hashlib.sha1(json.dumps([[p.uid, p.token_ids] for p in prompts]).encode()).hexdigest()
+        prompts_hash = hashlib.sha1(json.dumps([[p.uid, p.token_ids] for p in prompts]).encode()).hexdigest()
         for rows in (ours, theirs):
-            assert rows[step]["prompts"] == asked
+            assert rows[step]["prompts"] == prompts_hash
             assert rows[step]["samples"] == 6 * step and rows[step]["lr"] == pytest.approx(2e-4)
             assert 0 <= rows[step]["accuracy"] <= 1
             assert rows[step]["wall"] > rows[step - 1]["wall"] and rows[step]["cpu"] > rows[step - 1]["cpu"]
@@ -54,13 +54,13 @@ def test_paired_interval_and_p_value():
     differences = [0.05, -0.01, 0.08, 0.04, 0.03]
     mean = sum(differences) / 5
     error = math.sqrt(sum((x - mean) ** 2 for x in differences) / 4 / 5)
-    found = learning.paired(values, others)
-    assert found.mean == pytest.approx(mean)
+    result = learning.paired(values, others)
+    assert result.mean == pytest.approx(mean)
     # 2.776445: the 97.5% quantile of Student's t with 4 degrees of freedom, as tables have it
-    assert found[1:3] == pytest.approx((mean - 2.776445 * error, mean + 2.776445 * error), rel=1e-5)
+    assert result[1:3] == pytest.approx((mean - 2.776445 * error, mean + 2.776445 * error), rel=1e-5)
     t = mean / error  # with 4 degrees the distribution has a closed form
     x = t / math.sqrt(4 + t * t)
-    assert found.p == pytest.approx(1 - x * (3 - x * x) / 2, rel=1e-6)
+    assert result.p == pytest.approx(1 - x * (3 - x * x) / 2, rel=1e-6)
     assert learning.ratio([1, 2, 6], [2, 4, 8]).startswith("0.57 (")  # (1/2 * 1/2 * 3/4) ** (1/3)
 
 
@@ -69,7 +69,7 @@ def test_holm():
     assert learning.holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
 
 
-def test_where_a_level_is_reached():
+def test_first_reach_interpolates_between_evaluations():
     rows = [{"accuracy": a, "cpu": c} for a, c in ((0.3, 0), (0.5, 10), (0.4, 20), (0.8, 40), (0.9, 50))]
     assert learning.first_reach(rows, 0.6, "cpu") == pytest.approx(30)
     assert learning.first_reach(rows, 0.5, "cpu") == pytest.approx(10)

@@ -1,4 +1,4 @@
-"""Loading into shards: memory, equality, damaged files.   pytest tests/test_loading.py"""
+"""Loading weights into shards: memory, equality with transformers, damaged files.   pytest tests/test_loading.py"""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def load(path, world, out, small, tp=1):
         ("qwen3_5_moe", False, 1),
     ],
 )
-def test_two_processes_hold_half_each_even_while_loading(family, tied, tp, toys, tmp_path):
+def test_two_processes_hold_half_of_the_weights_each_even_while_loading(family, tied, tp, toys, tmp_path):
     demo.make_model(tmp_path / "model", family, hidden=512, layers=4, vocab=8192, tied=tied)
     for part in load(tmp_path / "model", 2, tmp_path / "out.json", toys["qwen2_5_vl"], tp):
         assert part["whole"] > (45 if tied else 60) * 2**20 and part["equal"] == [True] * 3 and part["tied"] == tied
@@ -42,13 +42,13 @@ def test_two_processes_hold_half_each_even_while_loading(family, tied, tp, toys,
 
 @pytest.mark.slow
 def test_uneven_and_empty_shards(toys, tmp_path):
-    """Parts of three shards; and decay rates, of which there are fewer than processes."""
+    """Tensors are split into three shards, and there are fewer decay rates than processes."""
     for part in load(toys["qwen3_5"], 6, tmp_path / "out.json", toys["qwen2_5_vl"], tp=2):
         assert part["equal"] == [True] * 3
 
 
-def sharded(path, tmp_path):
-    """The same model in several files, with the older names that the hub has for Qwen2.5-VL."""
+def write_in_several_files(path, tmp_path):
+    """Write the model to several files, with the older tensor names of Qwen2.5-VL on the Hub; return the folder."""
     tensors, out = load_file(path / "model.safetensors"), tmp_path / "several"
     shutil.copytree(path, out)
     (out / "model.safetensors").unlink()
@@ -65,19 +65,19 @@ def sharded(path, tmp_path):
     return out
 
 
-def test_several_files_and_older_names(toys, tmp_path):
-    [part] = load(sharded(toys["qwen2_5_vl"], tmp_path), 1, tmp_path / "out.json", toys["qwen2_5_vl"])
+def test_several_files_with_older_names_are_loaded(toys, tmp_path):
+    [part] = load(write_in_several_files(toys["qwen2_5_vl"], tmp_path), 1, tmp_path / "out.json", toys["qwen2_5_vl"])
     assert part["equal"] == [True] * 3
 
 
 @pytest.mark.slow
-def test_experts_in_one_tensor_either_way_round(toys, tmp_path):
-    """The hub has Qwen3-VL's with inputs before outputs, and transformers writes them the other way; Qwen3.5's may
-    be in one too."""
-    held = {f: load_file(toys[f] / "model.safetensors") for f in ("qwen3_vl_moe", "qwen3_5_moe")}
+def test_experts_in_one_tensor_are_loaded_in_both_layouts(toys, tmp_path):
+    """On the Hub, Qwen3-VL's expert tensors have inputs before outputs; transformers writes them the other way round.
+    Qwen3.5's experts may be in one tensor too."""
+    files = {f: load_file(toys[f] / "model.safetensors") for f in ("qwen3_vl_moe", "qwen3_5_moe")}
     name = "model.language_model.layers.0.mlp.experts.down_proj"
-    assert held["qwen3_vl_moe"][name].shape == (4, 48, 64) and name not in held["qwen3_5_moe"]
-    for family in held:
+    assert files["qwen3_vl_moe"][name].shape == (4, 48, 64) and name not in files["qwen3_5_moe"]
+    for family in files:
         hf, out = M.load_hf(str(toys[family])), tmp_path / family
         shutil.copytree(toys[family], out)
         tensors = {n: p.detach().contiguous() for n, p in hf.named_parameters()}
@@ -110,7 +110,7 @@ def test_a_missing_expert_is_named(toys, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_built_without_weights_is_the_same_model(family, toys):
+def test_a_model_built_without_weights_has_the_same_names_and_buffers(family, toys):
     ours, theirs = loading.build_meta_model(str(toys[family])), M.load_hf(str(toys[family]))
     names = [n for n, p in ours.named_parameters()]
     assert names == [n for n, _ in theirs.named_parameters()] and all(p.is_meta for p in ours.parameters())
@@ -121,13 +121,13 @@ def test_what_is_built_without_weights_is_the_same_model(family, toys):
 
 
 def test_damaged_and_missing_files_are_named(toys, tmp_path):
-    folder, hf = sharded(toys["qwen2_5_vl"], tmp_path), M.load_hf(str(toys["qwen2_5_vl"]))
+    folder, hf = write_in_several_files(toys["qwen2_5_vl"], tmp_path), M.load_hf(str(toys["qwen2_5_vl"]))
     shapes = {n: list(p.shape) for n, p in hf.named_parameters()}
     file = folder / "model-00002-of-00003.safetensors"
     data = file.read_bytes()
     size = int.from_bytes(data[:8], "little")
     longer = data[8 : 8 + size].replace(b'"shape":[64', b'"shape":[65', 1)
-    for content, words in [
+    for content, reason in [
         (data[:-1], "not fully covered"),
         (data[: len(data) // 2], "not fully covered"),
         (data[:6], "header too small"),
@@ -138,7 +138,7 @@ def test_damaged_and_missing_files_are_named(toys, tmp_path):
     ]:
         file.write_bytes(content)
         with pytest.raises(
-            UserError, match=f"model-00002-of-00003.safetensors: truncated, damaged or not a safetensors.*{words}"
+            UserError, match=f"model-00002-of-00003.safetensors: truncated, damaged or not a safetensors.*{reason}"
         ):
             loading.match_parameters(hf, str(folder), shapes)
     file.unlink()

@@ -1,4 +1,4 @@
-"""Adapters against PEFT's own, and through training, checkpoints and merging.   pytest tests/test_lora.py"""
+"""LoRA adapters: compared with PEFT's, and in training, checkpoints and merging.   pytest tests/test_lora.py"""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from layers.lora import LoraConfig, add_lora, find_lora_layers, read_adapter, wr
 from layers.lora import merge_lora as merge_adapters
 
 
-def logits(hf, processor, picture):
+def compute_logits(hf, processor, picture):
     image = processor.image_to_patches("a", picture(84, 84))
     ids = torch.tensor([processor.tokenize_prompt([{"role": "user", "content": "<image>What?"}], [image])])
     hf.eval()
@@ -26,9 +26,9 @@ def logits(hf, processor, picture):
                   mm_token_type_ids=(ids == processor.image_token_id).int()).logits
 
 
-def adapted(path, **more):
-    """A model with adapters that do something."""
-    hf = add_lora(M.load_hf(str(path)), LoraConfig(4, 6.0, **more))
+def load_adapted(path, **settings):
+    """Load a model, and add adapters that change its output."""
+    hf = add_lora(M.load_hf(str(path)), LoraConfig(4, 6.0, **settings))
     generator = torch.Generator().manual_seed(1)
     for layer in find_lora_layers(hf).values():
         layer.lora_B.data.normal_(0, 0.05, generator=generator)
@@ -40,60 +40,60 @@ def test_peft_reads_ours_and_we_read_pefts(family, toys, loaded, picture, tmp_pa
     import peft
 
     path, processor = toys[family], loaded[family][1]
-    ours = adapted(path, vision=True)
-    want, plain = logits(ours, processor, picture), logits(loaded[family][0], processor, picture)
+    ours = load_adapted(path, vision=True)
+    want, plain = compute_logits(ours, processor, picture), compute_logits(loaded[family][0], processor, picture)
     assert (want - plain).abs().max() > 1e-2
     write_adapter(ours, str(path), tmp_path / "ours")
     wrapped = peft.PeftModel.from_pretrained(
         transformers.AutoModelForImageTextToText.from_pretrained(path), tmp_path / "ours"
     )
-    # transformers' own attention on their side
-    torch.testing.assert_close(logits(wrapped, processor, picture), want, rtol=0, atol=1e-5)
+    # the wrapped model uses transformers' own attention
+    torch.testing.assert_close(compute_logits(wrapped, processor, picture), want, rtol=0, atol=1e-5)
     wrapped.save_pretrained(tmp_path / "theirs")
-    again = read_adapter(M.load_hf(str(path)), tmp_path / "theirs", str(path))
-    assert find_lora_layers(again).keys() == find_lora_layers(ours).keys()
-    assert torch.equal(logits(again, processor, picture), want)
+    reloaded = read_adapter(M.load_hf(str(path)), tmp_path / "theirs", str(path))
+    assert find_lora_layers(reloaded).keys() == find_lora_layers(ours).keys()
+    assert torch.equal(compute_logits(reloaded, processor, picture), want)
     for off, expected in ((True, plain), (False, want)):
-        for layer in find_lora_layers(again).values():
+        for layer in find_lora_layers(reloaded).values():
             layer.off = off
-        # recurrent layers add up in an order that differs now and then
-        torch.testing.assert_close(logits(again, processor, picture), expected, rtol=0, atol=1e-6)
-    sent = dict(sharding.FullParameters(M.Policy(again, processor), trainable_only=True))  # what an engine gets
+        # recurrent layers do not always sum in the same order
+        torch.testing.assert_close(compute_logits(reloaded, processor, picture), expected, rtol=0, atol=1e-6)
+    sent = dict(sharding.FullParameters(M.Policy(reloaded, processor), trainable_only=True))  # an engine gets these
     assert sent.keys() == {f"{name}.weight" for name in find_lora_layers(ours)}
     engine = M.load_hf(str(path))
     for name, parameter in engine.named_parameters():
         parameter.data.copy_(sent.get(name, parameter.data))
-    torch.testing.assert_close(logits(engine, processor, picture), want, rtol=0, atol=1e-5)
-    torch.testing.assert_close(logits(merge_adapters(again), processor, picture), want, rtol=0, atol=1e-5)
-    assert not find_lora_layers(again)
+    torch.testing.assert_close(compute_logits(engine, processor, picture), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(compute_logits(merge_adapters(reloaded), processor, picture), want, rtol=0, atol=1e-5)
+    assert not find_lora_layers(reloaded)
 
 
-def test_language_only_unless_asked_and_only_adapters_train(toys, loaded):
+def test_adapters_are_in_the_language_model_by_default_and_only_they_train(toys, loaded):
     hf = add_lora(M.load_hf(str(toys["qwen2_5_vl"])), LoraConfig(2, 4.0, targets=("q_proj", "up_proj")))
     assert {n.rsplit(".", 1)[-1] for n in find_lora_layers(hf)} == {"q_proj", "up_proj"} and len(
         find_lora_layers(hf)
     ) == 4
     policy = M.Policy(hf, loaded["qwen2_5_vl"][1])
     assert all((".lora_" in n) == p.requires_grad for n, p in policy.named_parameters())
-    whole = find_lora_layers(add_lora(M.load_hf(str(toys["qwen2_5_vl"])), LoraConfig(2, 4.0)))
-    assert len(whole) == 14 and all(name.startswith("model.language_model.layers.") for name in whole)
-    assert all(layer.lora_B.abs().max() == 0 for layer in whole.values())
+    default_layers = find_lora_layers(add_lora(M.load_hf(str(toys["qwen2_5_vl"])), LoraConfig(2, 4.0)))
+    assert len(default_layers) == 14 and all(name.startswith("model.language_model.layers.") for name in default_layers)
+    assert all(layer.lora_B.abs().max() == 0 for layer in default_layers.values())
     with pytest.raises(ValueError, match="--lora-targets gate: no such linear layers; .* have down_proj, gate_proj"):
         add_lora(M.load_hf(str(toys["qwen2_5_vl"])), LoraConfig(2, 4.0, targets=("gate", "q_proj")))
 
 
-def test_adapters_of_other_bases_and_damaged_files_are_named(toys, tmp_path):
+def test_errors_name_adapters_of_other_models_and_damaged_files(toys, tmp_path):
     path = str(toys["qwen2_5_vl"])
-    write_adapter(adapted(path), path, tmp_path)
+    write_adapter(load_adapted(path), path, tmp_path)
     tensors, config = (
         load_file(tmp_path / "adapter_model.safetensors"),
         json.loads((tmp_path / "adapter_config.json").read_text()),
     )
-    fresh = lambda: M.load_hf(path)  # noqa: E731
+    load_base = lambda: M.load_hf(path)  # noqa: E731
     with pytest.raises(ValueError, match="made for .*qwen2_5_vl', not for .*qwen2_vl'"):
         read_adapter(M.load_hf(str(toys["qwen2_vl"])), tmp_path, str(toys["qwen2_vl"]))
     key = "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight"
-    for changed, words in [
+    for changed, message in [
         (
             {**tensors, key: torch.zeros(4, 65)},
             r"up_proj.lora_A.weight has shape \(4, 65\), but must have \(4, 64\)",
@@ -105,54 +105,55 @@ def test_adapters_of_other_bases_and_damaged_files_are_named(toys, tmp_path):
         ({k.replace("layers.1", "layers.7"): v for k, v in tensors.items()}, "layers.7.* but must have None"),
     ]:
         save_file(changed, tmp_path / "adapter_model.safetensors")
-        with pytest.raises(ValueError, match=words):
-            read_adapter(fresh(), tmp_path, path)
+        with pytest.raises(ValueError, match=message):
+            read_adapter(load_base(), tmp_path, path)
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     data = (tmp_path / "adapter_model.safetensors").read_bytes()
     for damaged in (data[:-100], b"\xff" * 8 + data[8:], b""):
         (tmp_path / "adapter_model.safetensors").write_bytes(damaged)
         with pytest.raises(ValueError, match="adapter_model.safetensors: missing, truncated"):
-            read_adapter(fresh(), tmp_path, path)
+            read_adapter(load_base(), tmp_path, path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(ValueError, match="use_dora: only plain LoRA"):
-        read_adapter(fresh(), tmp_path, path)
+        read_adapter(load_base(), tmp_path, path)
 
 
 @pytest.mark.slow
 def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_path, loaded):  # noqa: F811
-    """On two processes: reference with adapters off, the tower too; then merged, as an adapter, and back."""
-    more = ["--lora-rank", 4, "--train-vision", "tower", "--kl-coef", 0.1, "--lr", 1e-2, "--save-every", 1, "--keep", 9]
+    """Train on two processes, with adapters in the tower too, and the model without adapters as the reference. Then
+    merge them, and also export them as an adapter, which is merged in turn."""
+    base = ["--lora-rank", 4, "--train-vision", "tower", "--kl-coef", 0.1, "--lr", 1e-2, "--save-every", 1, "--keep", 9]
 
     def train(out, steps, *extra):
-        run([*TORCHRUN, 2, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], out, "--steps", steps, *more, *extra)])
+        run([*TORCHRUN, 2, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], out, "--steps", steps, *base, *extra)])
         return rows(out)
 
-    whole = train(tmp_path / "a", 2)
+    full = train(tmp_path / "a", 2)
     train(tmp_path / "b", 1)
-    again = train(tmp_path / "b", 2, "--resume", "auto")
+    resumed = train(tmp_path / "b", 2, "--resume", "auto")
     timeless = [
-        [{k: v for k, v in row.items() if k[:5] not in ("time/", "perf/")} for row in of] for of in (whole, again)
+        [{k: v for k, v in row.items() if k[:5] not in ("time/", "perf/")} for row in log] for log in (full, resumed)
     ]
     assert timeless[0] == timeless[1]
     assert (
-        whole[0]["policy/kl_ref"] == 0.0 < whole[1]["policy/kl_ref"] and whole[1]["mismatch/max_abs_logprob_diff"] < 1
+        full[0]["policy/kl_ref"] == 0.0 < full[1]["policy/kl_ref"] and full[1]["mismatch/max_abs_logprob_diff"] < 1
     )
-    more[1] = 8
+    base[1] = 8
     done = run(
         [
             sys.executable,
             "train.py",
-            *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "b", "--steps", 3, *more, "--resume", "auto"),
+            *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "b", "--steps", 3, *base, "--resume", "auto"),
         ],
         check=False,
     )
     assert done.returncode == 1 and "holds lora_rank_4, vision, but this run needs lora_rank_8, vision" in done.stderr
-    more[1] = 4  # and on one process instead of two
+    base[1] = 4  # continue on one process instead of two
     run(
         [
             sys.executable,
             "train.py",
-            *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "b", "--steps", 3, *more, "--resume", "auto"),
+            *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "b", "--steps", 3, *base, "--resume", "auto"),
         ]
     )
     assert [row["step"] for row in rows(tmp_path / "b")] == [1, 2, 3] and rows(tmp_path / "b")[-1]["policy/kl_ref"] > 0
@@ -160,15 +161,15 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_pa
     weights = (toys["qwen2_5_vl"] / "model.safetensors").stat().st_size
     assert (
         stored < 0.7 * weights
-    )  # adapters and their optimizer state alone; at rank 4 of a width of 64 they are not small
+    )  # only adapters and their optimizer state, which at rank 4 and width 64 are not small
     for out, extra in (("hf", []), ("adapter", ["--adapter"])):
         merge_lora.main(merge_lora.parse_args([str(tmp_path / "a"), "--out", str(tmp_path / out), *extra]))
     merge_lora.main(merge_lora.parse_args([str(tmp_path / "adapter"), "--out", str(tmp_path / "back")]))
     processor = loaded["qwen2_5_vl"][1]
-    got = [merge_lora.compute_probe_logprobs(M.load_hf(str(tmp_path / out)), processor) for out in ("hf", "back")]
+    probes = [merge_lora.compute_probe_logprobs(M.load_hf(str(tmp_path / out)), processor) for out in ("hf", "back")]
     assert (
-        torch.equal(*got)
-        and (got[0] - merge_lora.compute_probe_logprobs(M.load_hf(str(toys["qwen2_5_vl"])), processor)).abs().max()
+        torch.equal(*probes)
+        and (probes[0] - merge_lora.compute_probe_logprobs(M.load_hf(str(toys["qwen2_5_vl"])), processor)).abs().max()
         > 1e-3
     )
     done = run([sys.executable, "merge_lora.py", toys["qwen2_5_vl"], "--out", tmp_path / "no"], check=False)

@@ -1,4 +1,4 @@
-"""What is measured of a step's rewards, by task, answer type and number of images.   pytest tests/test_metrics.py"""
+"""Metrics of a step's rewards, by task, answer type and number of images.   pytest tests/test_metrics.py"""
 
 from types import SimpleNamespace
 
@@ -19,16 +19,16 @@ def rollout(uid, source, kind, images, **rewards):
     return Rollout(prompt, 0, [5], [True], [0.0], "error" if failed else "stop", "", rewards)
 
 
-def pool_of(algo, rollouts):
+def make_pool(algo, rollouts):
     cfg = RolloutConfig(prompts_per_step=len(rollouts) // 2)
     pool = GroupPool(algo, cfg, 0, DistContext(0, 1, torch.device("cpu")))
     pool.add(rollouts, [r.rewards or None for r in rollouts])
     return pool
 
 
-def test_rewards_are_told_by_task_type_and_number_of_images():
+def test_rewards_are_reported_by_task_answer_type_and_number_of_images():
     algo = parse_args("--model m --data d --out o --steps 1 --group-size 2".split()).algo
-    pool = pool_of(algo, [
+    pool = make_pool(algo, [
         rollout("a", "me/Shapes", "count", 1, accuracy=1.0, reward=0.9), rollout("a", "me/Shapes", "count", 1),
         rollout("b", "shapes", "angle", 1, accuracy=0.0, reward=0.1),
         rollout("b", "shapes", "angle", 1, accuracy=1.0, reward=1.0),
@@ -47,15 +47,15 @@ def test_rewards_are_told_by_task_type_and_number_of_images():
     assert pool.mean_accuracy == pytest.approx({"a": 1.0, "b": 0.5, "c": 0.6})
 
 
-def test_a_group_whose_rewards_all_failed_says_nothing():
-    algo = SimpleNamespace(group_size=2, max_gen_batches=1, truncated="keep")
-    pool = pool_of(algo, [rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
+def test_a_group_whose_rewards_all_failed_has_no_metrics():
+    algo = SimpleNamespace(group_size=2, max_gen_batches=1, truncated="keep", methods=[])
+    pool = make_pool(algo, [rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
     assert pool.mean_accuracy == {} and not any("shapes" in name for name in rollout_metrics(pool, {}))
 
 
-def test_a_mean_of_nothing_is_left_out():
-    algo = SimpleNamespace(group_size=2, max_gen_batches=1, truncated="keep")
-    pool = pool_of(algo, [rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
+def test_a_mean_of_no_values_is_left_out():
+    algo = SimpleNamespace(group_size=2, max_gen_batches=1, truncated="keep", methods=[])
+    pool = make_pool(algo, [rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
     metrics = rollout_metrics(pool, {})
     assert "reward/mean" not in metrics and metrics["rollout/responses"] == metrics["rollout/tokens"] == 2
-    assert metrics["response/truncated"] == 0 and metrics["reward/errors"] == 0  # true zeros stay
+    assert metrics["response/truncated"] == 0 and metrics["reward/errors"] == 0  # metrics that are really 0 stay

@@ -1,4 +1,4 @@
-"""Processor, positions and the packed forward against transformers, one by one.   pytest tests/test_model.py"""
+"""The processor, positions and the packed forward agree with transformers.   pytest tests/test_model.py"""
 
 import json
 import pickle
@@ -30,7 +30,7 @@ QUESTION = "What is this odd thing, and why? "
 
 
 def make_group(processor, images, responses, uid):
-    """Rollouts of one prompt."""
+    """Return rollouts of one prompt."""
     ids = processor.tokenize_prompt([{"role": "user", "content": "<image>" * len(images) + QUESTION}], images)
     prompt = Prompt(uid, ids, images, None, [])
     rollouts = []
@@ -40,14 +40,14 @@ def make_group(processor, images, responses, uid):
     return rollouts
 
 
-def one_micro(rollouts, processor, share=True):
-    """All of them in one micro-batch."""
+def pack_together(rollouts, processor, share=True):
+    """Pack all rollouts into one micro-batch."""
     [micro] = Packer(10**6, processor.image_token_id, share=share).pack(rollouts)
     return micro
 
 
-def separately(hf, processor, rollout, banned):
-    """Log-probabilities of one response by transformers' own forward: unpacked, positions and masks of its making."""
+def separate_logprobs(hf, processor, rollout, banned):
+    """Return the log-probabilities of one response by transformers' unpacked forward, with its positions and masks."""
     ids = torch.tensor([rollout.prompt.token_ids + rollout.response])
     images = rollout.prompt.images
     extra = {}
@@ -55,7 +55,7 @@ def separately(hf, processor, rollout, banned):
         extra = {"pixel_values": torch.cat([i.pixel_values() for i in images]),
                  "image_grid_thw": torch.tensor([i.grid_thw for i in images]),
                  "mm_token_type_ids": (ids == processor.image_token_id).int()}  # fmt: skip
-    hf.model.rope_deltas = None  # transformers would reuse those of the sequence before
+    hf.model.rope_deltas = None  # transformers would reuse those of the previous sequence
     logits = hf(input_ids=ids, attention_mask=torch.ones_like(ids), **extra).logits[0].clone()
     logits[:, banned] = -torch.inf
     first = len(rollout.prompt.token_ids)
@@ -64,8 +64,9 @@ def separately(hf, processor, rollout, banned):
 
 
 @pytest.fixture
-def groups_of(picture):
-    """Groups with 0, 1 and 3 images; responses of odd lengths, one of a single token, some that begin the same."""
+def make_groups(picture):
+    """Return a function that makes groups with 0, 1 and 3 images. Some responses are a single token, some share their
+    first tokens."""
 
     def make(processor):
         sizes = [(84, 84), (60, 97), (130, 56), (84, 84)]
@@ -74,8 +75,8 @@ def groups_of(picture):
         responses = []
         for lengths in ([1, 7, 12], [5, 1], [3, 9, 2, 4]):
             responses.append([torch.randint(0, 250, (n,), generator=g).tolist() for n in lengths])
-        responses[0].append(responses[0][2][:6] + [3, 4])  # shares five tokens of another response
-        responses[1].append(list(responses[1][0]))  # and one is sampled twice
+        responses[0].append(responses[0][2][:6] + [3, 4])  # begins with six tokens of another response
+        responses[1].append(list(responses[1][0]))  # the first response again
         chosen = zip([[], images[:1], images[1:]], responses, "abc", strict=True)
         return [make_group(processor, group_images, group, uid) for group_images, group, uid in chosen]
 
@@ -83,24 +84,24 @@ def groups_of(picture):
 
 
 @pytest.fixture
-def rollouts_of(groups_of):
-    return lambda processor: list(chain.from_iterable(groups_of(processor)))
+def make_rollouts(make_groups):
+    return lambda processor: list(chain.from_iterable(make_groups(processor)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", [1000, 105])  # one micro-batch; and so small that a group is split
-def test_packed_equals_separate(family, budget, loaded, rollouts_of, toys, monkeypatch):
+@pytest.mark.parametrize("budget", [1000, 105])  # one micro-batch, and a budget so small that a group is split
+def test_packed_forward_equals_separate_forwards(family, budget, loaded, make_rollouts, toys, monkeypatch):
     hf, processor = loaded[family]
     if "3_5" in family:
-        # Gradients of decay rates are small sums of large terms: fp32 leaves three digits of them, whatever the order.
-        # And transformers' recurrence asks for fp32 by name.
+        # Gradients of decay rates are small sums of large terms, of which fp32 keeps three digits in any order of
+        # summation. transformers' recurrence requests fp32 by name, so that name is replaced below.
         hf = M.load_hf(str(toys[family])).double().eval()
         if "moe" in family:
-            hf.set_experts_implementation("eager")  # the grouped product knows no float64
+            hf.set_experts_implementation("eager")  # grouped matmuls do not support float64
         monkeypatch.setattr(torch, "float32", torch.float64)
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     policy = M.Policy(hf, processor, "all")
-    rollouts = rollouts_of(processor)
+    rollouts = make_rollouts(processor)
     tokens = make_token_batch(rollouts)
     micros = Packer(budget, processor.image_token_id).pack(rollouts)
     assert (len(micros) > 1) == (budget == 105) and all(m.n_tokens <= budget for m in micros)
@@ -108,7 +109,7 @@ def test_packed_equals_separate(family, budget, loaded, rollouts_of, toys, monke
     packed = {}
     for m in micros:
         logp_K = policy(m).logp_K
-        (logp_K * torch.sin(m.target_K.float())).sum().backward()  # a weight per token, whatever the order of packing
+        (logp_K * torch.sin(m.target_K.float())).sum().backward()  # a weight per token, for any packing order
         rollout_K = tokens[m.token_index_K].rollout
         for i in rollout_K.unique().tolist():
             assert i not in packed  # each rollout is in one micro-batch
@@ -117,7 +118,7 @@ def test_packed_equals_separate(family, budget, loaded, rollouts_of, toys, monke
     policy.zero_grad()
     assert len(packed) == len(rollouts)
     for i, rollout in enumerate(rollouts):
-        want = separately(hf, processor, rollout, policy.banned)
+        want = separate_logprobs(hf, processor, rollout, policy.banned)
         (want * torch.sin(torch.tensor(rollout.response).float())).sum().backward()
         torch.testing.assert_close(packed[i], want.detach(), rtol=0, atol=2e-6)
     assert any(n.startswith("hf.model.visual") for n in gradients)
@@ -130,7 +131,7 @@ def test_packed_equals_separate(family, budget, loaded, rollouts_of, toys, monke
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_groups_equal_separate_forwards(data, loaded, picture):
-    """Any number of prompts, images and responses, responses that begin the same, any budget that holds the longest."""
+    """Vary prompts, images, responses with shared prefixes, and the budget, which fits the longest sequence."""
     hf, processor = loaded[data.draw(st.sampled_from(FAMILIES))]
     rollouts = []
     for uid in "abc"[: data.draw(st.integers(1, 3))]:
@@ -147,57 +148,58 @@ def test_random_groups_equal_separate_forwards(data, loaded, picture):
             logp_K = policy(micro).logp_K
             rollout_K = tokens[micro.token_index_K].rollout
             for i in rollout_K.unique().tolist():
-                want = separately(hf, processor, rollouts[i], policy.banned)
+                want = separate_logprobs(hf, processor, rollouts[i], policy.banned)
                 torch.testing.assert_close(logp_K[rollout_K == i], want, rtol=0, atol=2e-6)
 
 
-def test_a_response_sees_its_own_prompt_only(loaded, groups_of):
-    """The comparison above could pass if nothing depended on images or neighbours; here it must."""
+def test_a_response_sees_only_its_own_prompt(loaded, make_groups):
+    """A response depends on its image but not on other groups. The tests above would pass if nothing did."""
     hf, processor = loaded["qwen2_5_vl"]
     policy = M.Policy(hf, processor)
-    a, b, c = groups_of(processor)
+    a, b, c = make_groups(processor)
     with torch.no_grad():
-        alone = policy(one_micro(b, processor)).logp_K
-        together = one_micro(a + b + c, processor)
+        alone = policy(pack_together(b, processor)).logp_K
+        together = pack_together(a + b + c, processor)
         rollout_K = make_token_batch(a + b + c)[together.token_index_K].rollout
-        of_b = (rollout_K >= len(a)) & (rollout_K < len(a) + len(b))
-        torch.testing.assert_close(alone, policy(together).logp_K[of_b], rtol=0, atol=2e-6)
+        is_b = (rollout_K >= len(a)) & (rollout_K < len(a) + len(b))
+        torch.testing.assert_close(alone, policy(together).logp_K[is_b], rtol=0, atol=2e-6)
         image = b[0].prompt.images[0]
         blank = processor.image_to_patches("blank", Image.new("RGB", image.image.size))
-        unseen = policy(one_micro(make_group(processor, [blank], [r.response for r in b], "b"), processor)).logp_K
-    assert (alone - unseen).abs().max() > 1e-3
+        changed = policy(pack_together(make_group(processor, [blank], [r.response for r in b], "b"), processor)).logp_K
+    assert (alone - changed).abs().max() > 1e-3
 
 
-def test_an_image_in_a_later_turn_shares_what_comes_before_it(loaded, picture):
-    """Rollouts share prompt and first turn, then see different images: what they share ends within a turn."""
+def test_rollouts_share_the_tokens_before_different_images(loaded, picture):
+    """Rollouts share the prompt and the first turn, then see different images: their prefix ends within a turn."""
     hf, processor = loaded["qwen3_vl"]
     policy = M.Policy(hf, processor)
     first, left, right = (processor.image_to_patches(str(k), picture(84, 84, seed=k)) for k in range(3))
     ids = processor.tokenize_prompt([{"role": "user", "content": "<image>look"}], [first])
-    again = processor.tokenize_prompt([{"role": "user", "content": "<image>and now?"}], [left])
-    turn, answers = [5, 6, 7, 8], [[9, 10, 11], [9, 10, 12]]
+    observation = processor.tokenize_prompt([{"role": "user", "content": "<image>and now?"}], [left])
+    first_turn, answers = [5, 6, 7, 8], [[9, 10, 11], [9, 10, 12]]
     rollouts = []
     for image, answer in [(left, answers[0]), (left, answers[1]), (right, answers[0])]:
         prompt = Prompt("deep", ids, [first, image], None, [])
-        mask = [True] * 4 + [False] * len(again) + [True] * 3
-        rollouts.append(Rollout(prompt, len(rollouts), turn + again + answer, mask, [0.0] * 7, "stop", ""))
-    micro = one_micro(rollouts, processor)
-    # all up to the second image once, what follows once per image, and of each answer all but the last token
-    before_image = again.index(processor.image_token_id)
-    assert micro.n_tokens == len(ids) + 4 + before_image + 2 * (len(again) - before_image + 2)
+        mask = [True] * 4 + [False] * len(observation) + [True] * 3
+        rollouts.append(Rollout(prompt, len(rollouts), first_turn + observation + answer, mask, [0.0] * 7, "stop", ""))
+    micro = pack_together(rollouts, processor)
+    # the tokens before the second image once, then once per image the rest of that turn and two tokens of the answer,
+    # whose last token is not an input
+    before_image = observation.index(processor.image_token_id)
+    assert micro.n_tokens == len(ids) + 4 + before_image + 2 * (len(observation) - before_image + 2)
     assert len(micro.segments) == 2 and len(micro.images) == 3
     with torch.no_grad():
         logp_K = policy(micro).logp_K
         rollout_K = make_token_batch(rollouts)[micro.token_index_K].rollout
         for i, rollout in enumerate(rollouts):
-            want = separately(hf, processor, rollout, policy.banned)
+            want = separate_logprobs(hf, processor, rollout, policy.banned)
             torch.testing.assert_close(logp_K[rollout_K == i], want, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_flex_attention_gives_the_values_of_the_dense_mask(family, loaded, rollouts_of):
+def test_flex_attention_equals_the_dense_mask(family, loaded, make_rollouts):
     hf, processor = loaded[family]
-    micro = one_micro(rollouts_of(processor), processor)
+    micro = pack_together(make_rollouts(processor), processor)
     assert micro.n_tokens % 128  # so that padding is exercised
     with torch.no_grad():
         dense, flex = (M.Policy(hf, processor, attention=back_end)(micro).logp_K for back_end in ("sdpa", "flex"))
@@ -205,8 +207,8 @@ def test_flex_attention_gives_the_values_of_the_dense_mask(family, loaded, rollo
 
 
 @pytest.mark.parametrize("n", [1, 127, 128, 129, 256, 700, 1024])
-def test_the_block_mask_is_the_dense_mask(n):
-    """Block by block: what is computed without looking is all visible, and what is left out is all invisible."""
+def test_the_block_mask_equals_the_dense_mask(n):
+    """Blocks that are computed without a mask are fully visible; blocks that are skipped are fully invisible."""
     rng = random.Random(n)
     for _ in range(5):
         lengths = [rng.choice((1, 5, 130, 300)) for _ in range(n)]
@@ -230,12 +232,12 @@ def test_the_block_mask_is_the_dense_mask(n):
             assert torch.equal(getattr(mask, name), getattr(wanted, name)), name
 
 
-def test_the_block_mask_of_a_long_sequence_takes_no_square_of_memory():
-    mask, padded = block_mask(torch.full((131_072,), 131_072))  # as T x T booleans 16 GiB
+def test_the_block_mask_of_a_long_sequence_is_small():
+    mask, padded = block_mask(torch.full((131_072,), 131_072))  # a T x T mask of booleans would take 16 GiB
     assert padded == 131_072 + 128 and mask.kv_indices.shape == (1, 1, 1025, 1025)
 
 
-def test_back_ends_that_need_a_gpu_are_refused():
+def test_attention_that_needs_a_gpu_is_refused_on_a_cpu():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert resolve_attention("auto", cpu) == "sdpa" and resolve_attention("auto", cuda) == "flex"
     for name in ("flash", "flex"):
@@ -244,12 +246,12 @@ def test_back_ends_that_need_a_gpu_are_refused():
             resolve_attention(name, cpu)
 
 
-def test_flash_bounds_are_those_of_the_sequences(loaded, rollouts_of):
-    """The kernel needs a GPU; what it is given does not. Where nothing is shared runs are whole sequences, and what
-    they stand for is the dense mask."""
+def test_flash_bounds_are_the_bounds_of_the_sequences(loaded, make_rollouts):
+    """Check the kernel's arguments, which needs no GPU. Without shared prefixes its runs are whole sequences, and they
+    describe the dense mask."""
     _, processor = loaded["qwen2_5_vl"]
-    rollouts = rollouts_of(processor)
-    micro = one_micro(rollouts, processor, share=False)
+    rollouts = make_rollouts(processor)
+    micro = pack_together(rollouts, processor, share=False)
     plan = PackedAttention("flash", micro)
     bounds = plan.cu_seqlens.tolist()
     lengths = [len(r.prompt.token_ids) + len(r.response) - 1 for r in rollouts]
@@ -258,10 +260,10 @@ def test_flash_bounds_are_those_of_the_sequences(loaded, rollouts_of):
     blocks = torch.block_diag(*(torch.ones(b - a, b - a).tril() for a, b in pairwise(bounds)))
     assert torch.equal(blocks.bool(), dense_mask(micro.subtree_end_T))
     with pytest.raises(AssertionError, match="shared prefix"):
-        PackedAttention("flash", one_micro(rollouts, processor))
+        PackedAttention("flash", pack_together(rollouts, processor))
 
 
-def test_cached_features_are_the_computed_ones_and_the_limit_holds(loaded, picture, monkeypatch):
+def test_cached_features_equal_computed_ones_and_the_cache_keeps_its_limit(loaded, picture, monkeypatch):
     hf, processor = loaded["qwen3_vl"]
     images = [processor.image_to_patches(str(k), picture(84, 84, seed=k)) for k in range(3)]
     with torch.no_grad():
@@ -290,7 +292,7 @@ def test_positions_equal_transformers(family, loaded, picture):
     want, _ = hf.model.get_rope_index(
         x, mm_token_type_ids=(x == processor.image_token_id).int(), image_grid_thw=torch.tensor(grids)
     )
-    got = M.mrope_positions(ids, grids, processor.image_token_id, processor.merge_size)
+    got = M.mrope_positions(ids, images, processor.image_token_id, processor.merge_size)
     assert torch.equal(got, want[:, 0])
     assert M.mrope_positions([], [], 5, 2).shape == (3, 0)
 
@@ -312,17 +314,19 @@ def test_prompt_has_as_many_image_tokens_as_features(family, loaded, picture):
 def test_equal_images_are_computed_once(loaded, picture, monkeypatch):
     hf, processor = loaded["qwen2_5_vl"]
     a, b = processor.image_to_patches("a", picture(84, 84, 1)), processor.image_to_patches("b", picture(56, 84, 2))
-    seen = []
+    batch_sizes = []
     original = hf.model.get_image_features
-    monkeypatch.setattr(hf.model, "get_image_features", lambda p, g, **k: (seen.append(len(g)), original(p, g, **k))[1])
+    monkeypatch.setattr(
+        hf.model, "get_image_features", lambda p, g, **k: (batch_sizes.append(len(g)), original(p, g, **k))[1]
+    )
     with torch.no_grad():
         together = M.vision_features(hf, [a, b, a])[0]
         alone = M.vision_features(hf, [a])[0]
-    assert seen == [2, 1]
+    assert batch_sizes == [2, 1]
     torch.testing.assert_close(together[-9:], alone, rtol=0, atol=1e-6)
 
 
-def test_marks_and_images_must_agree(loaded, picture):
+def test_image_marks_and_images_must_have_the_same_number(loaded, picture):
     _, processor = loaded["qwen2_5_vl"]
     image = processor.image_to_patches("a", picture(84, 84))
     with pytest.raises(ValueError, match="2 <image> marks .* but 1 images"):
@@ -342,23 +346,23 @@ def test_banned_ids_are_the_placeholders_and_the_padding_rows(loaded):
     assert not set(banned) & set(processor.eos_ids)
 
 
-def test_frozen_vision_has_no_gradient(loaded, rollouts_of):
+def test_frozen_vision_has_no_gradient(loaded, make_rollouts):
     hf, processor = loaded["qwen3_vl"]
     policy = M.Policy(hf, processor, "none")
     policy.zero_grad()
-    policy(one_micro(rollouts_of(processor), processor)).logp_K.sum().backward()
+    policy(pack_together(make_rollouts(processor), processor)).logp_K.sum().backward()
     for name, parameter in policy.named_parameters():
         assert (parameter.grad is None) == ("visual" in name), name
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("train_vision", M.TRAIN_VISION)
-def test_what_is_frozen_has_neither_gradient_nor_optimizer_state(family, train_vision, loaded, rollouts_of):
+def test_frozen_parameters_have_neither_gradient_nor_optimizer_state(family, train_vision, loaded, make_rollouts):
     hf, processor = loaded[family]
     policy = M.Policy(hf, processor, train_vision)
     policy.zero_grad()
     optimizer = sharding.make_optimizer(policy, 1e-3, 0.0, vision_lr=1e-5)
-    policy(one_micro(rollouts_of(processor), processor)).logp_K.sum().backward()
+    policy(pack_together(make_rollouts(processor), processor)).logp_K.sum().backward()
     rates = {}
     for group in optimizer.param_groups:
         rates |= {id(p): group["lr"] for p in group["params"]}
@@ -367,24 +371,24 @@ def test_what_is_frozen_has_neither_gradient_nor_optimizer_state(family, train_v
         frozen = part != "language" and train_vision not in (part, "all")
         assert (p.grad is None) == frozen and (p not in optimizer.state) == frozen, name
         assert frozen or rates[id(p)] == (1e-3 if part == "language" else 1e-5)
-    held = sum(state["exp_avg"].nbytes for state in optimizer.state.values())
-    assert held == sum(p.nbytes for p in policy.parameters() if p.requires_grad)
+    state_bytes = sum(state["exp_avg"].nbytes for state in optimizer.state.values())
+    assert state_bytes == sum(p.nbytes for p in policy.parameters() if p.requires_grad)
     assert policy.vision_frozen == (train_vision == "none")
     policy.zero_grad()
 
 
-def test_text_only_micro_gives_a_trained_tower_zero_gradients(loaded, groups_of):
+def test_a_micro_batch_without_images_gives_a_trained_tower_zero_gradients(loaded, make_groups):
     hf, processor = loaded["qwen2_5_vl"]
     policy = M.Policy(hf, processor, "all")
     policy.zero_grad()
-    policy(one_micro(groups_of(processor)[0], processor)).logp_K.sum().backward()
+    policy(pack_together(make_groups(processor)[0], processor)).logp_K.sum().backward()
     tower = [p for n, p in policy.named_parameters() if "visual" in n]
     assert tower and all(p.grad is not None and p.grad.abs().max() == 0 for p in tower)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_micro_batch_of_nothing_gives_all_that_trains_zero_gradients(family, loaded):
-    """A rank with less work takes part in all that the others do."""
+def test_an_empty_micro_batch_gives_all_trained_parameters_zero_gradients(family, loaded):
+    """A rank with less work than others joins their collectives with an empty micro-batch."""
     hf, processor = loaded[family]
     policy = M.Policy(hf, processor, "all", value_head=True)
     packer = Packer(9, processor.image_token_id)
@@ -400,7 +404,7 @@ def test_a_micro_batch_of_nothing_gives_all_that_trains_zero_gradients(family, l
     policy.zero_grad()
 
 
-def test_models_that_cannot_be_loaded_are_named(tmp_path, toys):
+def test_errors_name_models_that_cannot_be_loaded(tmp_path, toys):
     with pytest.raises(ValueError, match="no such folder"):
         M.load_config(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="neither a folder with a config.json"):
@@ -415,21 +419,21 @@ def test_models_that_cannot_be_loaded_are_named(tmp_path, toys):
         M.Processor(str(toys["qwen2_vl"]), min_pixels=9999999)
 
 
-def test_a_bad_path_to_a_part_lists_what_is_there(toys, monkeypatch):
+def test_the_error_for_a_bad_family_path_lists_valid_paths(toys, monkeypatch):
     model = str(toys["qwen3_vl"])
     row = M.FAMILIES.pop("qwen3_vl")
     monkeypatch.setitem(M.FAMILIES, "other", row)
     try:
         good = ("model.visual", "model.language_model")
-        found = M.find_family(M.load_config(model, good), model, good)
-        assert (found.vision_blocks, found.blocks) == ("blocks", "layers")
-        hf, by_row = M.load_hf(model, paths=good), M.load_hf(model, paths=good)
-        by_row.family = row
+        family = M.find_family(M.load_config(model, good), model, good)
+        assert (family.vision_blocks, family.blocks) == ("blocks", "layers")
+        hf, known_hf = M.load_hf(model, paths=good), M.load_hf(model, paths=good)
+        known_hf.family = row
         assert (
             find_lora_layers(add_lora(hf, LoraConfig(1, 1.0))).keys()
-            == find_lora_layers(add_lora(by_row, LoraConfig(1, 1.0))).keys()
+            == find_lora_layers(add_lora(known_hf, LoraConfig(1, 1.0))).keys()
         )
-        for paths, words in [
+        for paths, message in [
             ((), "type 'qwen3_vl'; supported: qwen2_vl"),
             (good[:1], "--family-paths model.visual: give two"),
             ((good[0], "model.text.layers"),
@@ -438,7 +442,7 @@ def test_a_bad_path_to_a_part_lists_what_is_there(toys, monkeypatch):
             (("visual", good[1]),
              "--family-paths 'visual' has no list of blocks; use a path that has one: model.visual, "),
         ]:  # fmt: skip
-            with pytest.raises(ValueError, match=words):
+            with pytest.raises(ValueError, match=message):
                 M.load_config(model, paths)
     finally:
         M.FAMILIES["qwen3_vl"] = row
@@ -446,14 +450,14 @@ def test_a_bad_path_to_a_part_lists_what_is_there(toys, monkeypatch):
 
 @pytest.mark.parametrize("path", ["model.visual", "model.visual.vision_model", "model.visual.vision_model.encoder"])
 def test_blocks_may_lie_deeper_in_the_tower_than_the_path(path):
-    """It always means the whole tower: what is frozen, sharded and adapted."""
+    """All these paths select the whole tower, which is what gets frozen, sharded and adapted."""
     config = transformers.AutoConfig.for_model("paddleocr_vl")
     family = M.find_family(config, "x", (path, "model.language_model"))
     assert (family.vision, family.vision_blocks) == ("model.visual", "vision_model.encoder.layers")
     assert (family.language, family.blocks) == ("model.language_model", "layers")
 
 
-def test_models_that_see_images_otherwise_are_refused_in_a_line(toys, tmp_path):
+def test_models_with_another_kind_of_image_processing_are_refused(toys, tmp_path):
     supported = "supported are models that process images as Qwen-VL does.*as qwen2_vl, qwen2_5_vl, qwen3_vl"
     config = transformers.AutoConfig.for_model("llava")
     with pytest.raises(UserError, match=rf"--model 'x' \(llava\): {supported}"):
@@ -461,7 +465,7 @@ def test_models_that_see_images_otherwise_are_refused_in_a_line(toys, tmp_path):
     shutil.copytree(toys["qwen2_5_vl"], tmp_path / "other")
     file = next(f for f in (tmp_path / "other").iterdir() if f.name == "preprocessor_config.json")
     settings = json.loads(file.read_text())
-    for kind in ("Glm4vImageProcessor", "CLIPImageProcessor"):  # GLM-4V's; LLaVA's, whose size has no longest_edge
+    for kind in ("Glm4vImageProcessor", "CLIPImageProcessor"):  # of GLM-4V; of LLaVA, without longest_edge
         size = settings["size"] if kind[0] == "G" else {"shortest_edge": 336}
         file.write_text(json.dumps(settings | {"image_processor_type": kind, "size": size}))
         with pytest.raises(UserError, match=f"its image processor is {kind[:5]}.*; {supported}"):
@@ -477,13 +481,13 @@ def test_pixel_limits_change_the_number_of_image_tokens(toys, picture):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
-def test_loss_inside_the_head_equals_loss_on_logprobs(tied, kernel, rollouts_of, tmp_path):
-    """The fused head on a real micro-batch, head and embedding tied or not, the vocabulary's padding rows banned."""
+def test_loss_inside_the_head_equals_loss_on_logprobs(tied, kernel, make_rollouts, tmp_path):
+    """Compare on a real micro-batch, with tied and untied head, and with the vocabulary's padding rows banned."""
     demo.make_model(tmp_path, "qwen2_5_vl", seed=1, hidden=64, layers=1, vocab=448, tied=tied)
     hf, processor = M.load_hf(str(tmp_path)), M.Processor(str(tmp_path))
     policy = M.Policy(hf, processor, "all", kernel=kernel)
-    rollouts = rollouts_of(processor)
-    micro = one_micro(rollouts, processor)
+    rollouts = make_rollouts(processor)
+    micro = pack_together(rollouts, processor)
     tokens = make_token_batch(rollouts)
     tokens.advantages = torch.randn(len(tokens))
     tokens.weights = torch.rand(len(tokens))
@@ -513,8 +517,8 @@ def test_loss_inside_the_head_equals_loss_on_logprobs(tied, kernel, rollouts_of,
         assert (gradient - exact[name]).norm() <= 1e-5 * exact[name].norm() + 1e-9, name
 
 
-def test_attention_that_is_not_computed_here_is_refused(toys, tmp_path):
-    """Sliding windows, which were read and ignored, and rotary frequencies that depend on the batch."""
+def test_unsupported_attention_is_refused(toys, tmp_path):
+    """Refuse sliding windows, which were once ignored, and rotary frequencies that depend on the batch."""
     sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None}
     for change, match in (
         (lambda text: text.update(sliding), "has sliding_attention layers with a window of 16 tokens"),
@@ -529,30 +533,30 @@ def test_attention_that_is_not_computed_here_is_refused(toys, tmp_path):
         M.load_config(str(path))
 
 
-def test_deepstack_features_in_one_piece_are_split_by_image(loaded, picture, monkeypatch):
-    """As transformers 5.17 gives them; later ones give a list by image, as for the last layer."""
+def test_deepstack_features_in_one_tensor_are_split_by_image(loaded, picture, monkeypatch):
+    """transformers 5.17 returns one tensor per layer; later versions return a list by image, as for the last layer."""
     hf, processor = loaded["qwen3_vl"]
     images = [processor.image_to_patches(str(i), picture(64 * (i + 1), 64, i)) for i in range(3)]
     with torch.no_grad():
         want = M.vision_features(hf, images)
-        features_of = hf.model.get_image_features
+        get_features = hf.model.get_image_features
 
-        def whole(*args, **kwargs):
-            out = features_of(*args, **kwargs)
+        def join_images(*args, **kwargs):
+            out = get_features(*args, **kwargs)
             out.deepstack_features = [
                 layer if torch.is_tensor(layer) else torch.cat(layer) for layer in out.deepstack_features
             ]
             return out
 
-        monkeypatch.setattr(hf.model, "get_image_features", whole)
+        monkeypatch.setattr(hf.model, "get_image_features", join_images)
         got = M.vision_features(hf, images)
     assert len(want[1]) > 0 and torch.equal(got[0], want[0])
     assert all(torch.equal(a, b) for a, b in zip(got[1], want[1], strict=True))
 
 
 @pytest.mark.parametrize("version", ["2.11", "2.12"])
-def test_flash_calls_torchs_varlen_attention_as_each_version_wants_it(version, loaded, groups_of, monkeypatch):
-    """torch's own needs a GPU; here a stand-in with its signature, sequence by sequence, against the dense mask."""
+def test_flash_calls_torchs_varlen_attention_as_each_version_expects(version, loaded, make_groups, monkeypatch):
+    """torch's function needs a GPU; a stand-in with its signature, sequence by sequence, equals the dense mask."""
     import torch.nn.attention.varlen as varlen
 
     def dense(
@@ -560,12 +564,12 @@ def test_flash_calls_torchs_varlen_attention_as_each_version_wants_it(version, l
     ):
         assert window_size == (-1, 0) and cu_seq_q.dtype == torch.int32 and max_q == int(cu_seq_q.diff().max())
         assert query.shape == key.shape == value.shape and all(x.is_contiguous() for x in (query, key, value))
-        out = []
+        outputs = []
         for a, b in pairwise(cu_seq_q.tolist()):
-            rows = (x[a:b].transpose(0, 1)[None] for x in (query, key, value))
-            seen = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scale)
-            out.append(seen[0].transpose(0, 1))
-        return torch.cat(out)
+            qkv = (x[a:b].transpose(0, 1)[None] for x in (query, key, value))
+            attended = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale)
+            outputs.append(attended[0].transpose(0, 1))
+        return torch.cat(outputs)
 
     def grouped(query, key, value, *args, enable_gqa=False, window_size=(-1, -1), scale=None):
         assert enable_gqa and key.shape[1] == 2
@@ -574,7 +578,7 @@ def test_flash_calls_torchs_varlen_attention_as_each_version_wants_it(version, l
 
     monkeypatch.setattr(varlen, "varlen_attn", dense if version == "2.11" else grouped)
     processor = loaded["qwen2_5_vl"][1]
-    micro = one_micro(groups_of(processor)[2], processor, share=False)
+    micro = pack_together(make_groups(processor)[2], processor, share=False)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, micro.n_tokens, 16, generator=generator) for heads in (4, 2, 2))
     got = PackedAttention("flash", micro)(0, q, k, v, 0.3)
@@ -586,8 +590,8 @@ def test_flash_calls_torchs_varlen_attention_as_each_version_wants_it(version, l
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_patches_are_the_image_processors_own(family, toys, tmp_path, picture):
-    """They are equal to the last bit, for all sizes and other numbers in the processor's config."""
+def test_patches_equal_the_image_processors(family, toys, tmp_path, picture):
+    """Patches are equal to the last bit, for all sizes and also for other numbers in the processor's config."""
     shutil.copytree(toys[family], tmp_path / "toy")
     file = tmp_path / "toy/preprocessor_config.json"
     numbers = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.3, 0.2, 0.1], "rescale_factor": 0.01}
@@ -601,13 +605,13 @@ def test_patches_are_the_image_processors_own(family, toys, tmp_path, picture):
     assert torch.equal(pickle.loads(pickle.dumps(image)).pixel_values(), image.pixel_values())
 
 
-def test_an_image_processor_that_does_more_than_look_up_bytes_is_refused(toys, monkeypatch):
+def test_an_image_processor_that_mixes_pixels_is_refused(toys, monkeypatch):
     from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
 
-    plain = pil.Qwen2VLImageProcessorPil.normalize
+    normalize = pil.Qwen2VLImageProcessorPil.normalize
 
     def contrast(self, image, *args, **kwargs):
-        return plain(self, image / image.mean(), *args, **kwargs)
+        return normalize(self, image / image.mean(), *args, **kwargs)
 
     monkeypatch.setattr(pil.Qwen2VLImageProcessorPil, "normalize", contrast)
     with pytest.raises(UserError, match="--model .*its image processor"):
@@ -616,7 +620,7 @@ def test_an_image_processor_that_does_more_than_look_up_bytes_is_refused(toys, m
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_a_tower_attends_to_all_images_in_one_call(family, toys, picture, monkeypatch):
-    """The single call, made on a GPU, gives the values and gradients of transformers' sdpa, which takes each window."""
+    """The one call, used on GPUs, has the values and gradients of transformers' sdpa, which makes one per window."""
     images = [M.Processor(str(toys[family])).image_to_patches(str(k), picture(90 + 40 * k, 84, k)) for k in range(3)]
     pixels, grids = torch.cat([i.pixel_values() for i in images]), torch.tensor([i.grid_thw for i in images])
     calls = []
@@ -643,5 +647,5 @@ def test_a_tower_attends_to_all_images_in_one_call(family, toys, picture, monkey
     torch.testing.assert_close(features("planned_flash"), want, rtol=0, atol=0)
     assert not calls
     torch.testing.assert_close(features("planned_flash", on_gpu=True), want, rtol=1e-6, atol=1e-8)
-    assert len(calls) == 2 and min(calls) == len(images)  # a call for each of the two layers
-    assert (max(calls) > len(images)) == (family == "qwen2_5_vl")  # which has windows
+    assert len(calls) == 2 and min(calls) == len(images)  # one call for each of the two layers
+    assert (max(calls) > len(images)) == (family == "qwen2_5_vl")  # the family with windows

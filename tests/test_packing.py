@@ -1,4 +1,7 @@
-"""Packing against slow references: what each trained token sees, nothing twice.   pytest tests/test_packing.py"""
+"""Packing against slow references: each trained token sees its context, and nothing is computed twice.
+
+pytest tests/test_packing.py
+"""
 
 import math
 from types import SimpleNamespace
@@ -18,13 +21,15 @@ IMAGE = 7  # the image token
 
 
 def image(key, n):
-    return SimpleNamespace(key=key, n_tokens=n, grid_thw=(1, 2, 2 * n))
+    fake = SimpleNamespace(key=key, n_tokens=n, grid_thw=(1, 2, 2 * n))
+    fake.parts = [fake]
+    return fake
 
 
 @st.composite
 def groups(draw):
-    """Rollouts of several prompts, some of several turns. Tokens come from a small alphabet, so that responses often
-    begin the same; prompts hold 0 or 1 images, and a later image may differ between the samples of a prompt."""
+    """Draw rollouts of several prompts, some with several turns. Tokens come from a small alphabet, so that responses
+    often begin the same. A prompt has 0 or 1 images; a later image may differ between the samples of a prompt."""
     rollouts = []
     for u in range(draw(st.integers(1, 4))):
         text = draw(st.lists(st.integers(0, 2), max_size=5))
@@ -51,13 +56,13 @@ def sequence(rollout):
     return rollout.prompt.token_ids + rollout.response
 
 
-def trained(rollout):
-    """Positions in the sequence of what the policy produced."""
+def trained_positions(rollout):
+    """Return the positions in the sequence of the tokens that the policy produced."""
     return [len(rollout.prompt.token_ids) + t for t, produced in enumerate(rollout.response_mask) if produced]
 
 
-def by_name(ids, images):
-    """Tokens with each image token replaced by its image's name: what a token's context is."""
+def name_images(ids, images):
+    """Replace each image token by its image's name. Contexts are compared in this form."""
     names = iter([x.key for x in images for _ in range(x.n_tokens)])
     named = [next(names) if t == IMAGE else t for t in ids]
     assert next(names, None) is None
@@ -65,77 +70,77 @@ def by_name(ids, images):
 
 
 def rows(rollouts):
-    """For each row of the TokenBatch, (rollout, position in its sequence), as their order promises."""
-    return [(r, t) for r in rollouts for t in trained(r)]
+    """Return (rollout, position in its sequence) for each row of the TokenBatch, in the order of its rows."""
+    return [(r, t) for r in rollouts for t in trained_positions(r)]
 
 
 def contexts(micro):
-    """For each position, its visible tokens in order, by the dense mask alone."""
-    tokens = by_name(micro.ids_T.tolist(), micro.images)
+    """Return the visible tokens of each position in order, from the dense mask alone."""
+    tokens = name_images(micro.ids_T.tolist(), micro.images)
     mask = dense_mask(micro.subtree_end_T)
     return [[tokens[k] for k in range(len(tokens)) if mask[q, k]] for q in range(len(tokens))]
 
 
 @settings(max_examples=80, deadline=None)
 @given(groups(), st.integers(22, 60), st.booleans())
-def test_each_trained_token_has_just_its_context_once_within_the_cap(rollouts, cap, share):
+def test_each_trained_token_sees_just_its_context_once_within_the_cap(rollouts, cap, share):
     micros = Packer(cap, IMAGE, share=share).pack(rollouts)
-    known = rows(rollouts)
-    seen = []
-    home = {}
+    all_rows = rows(rollouts)
+    packed = []
+    micro_of_rollout = {}
     for number, m in enumerate(micros):
         assert 0 < m.n_tokens <= cap
         context = contexts(m)
-        for at, target, row in zip(
+        for position, target, row in zip(
             m.hidden_index_K.tolist(), m.target_K.tolist(), m.token_index_K.tolist(), strict=True
         ):
-            rollout, t = known[row]
-            assert context[at] == by_name(sequence(rollout), rollout.prompt.images)[:t]
+            rollout, t = all_rows[row]
+            assert context[position] == name_images(sequence(rollout), rollout.prompt.images)[:t]
             assert target == sequence(rollout)[t]
-            assert home.setdefault(id(rollout), number) == number, "a rollout is in one micro-batch"
-            seen.append(row)
-        if share and len({r.prompt.uid for r, _ in (known[row] for row in m.token_index_K.tolist())}) == 1:
-            assert len({tuple(c) for c in context}) == m.n_tokens, "nothing is computed twice"
+            assert micro_of_rollout.setdefault(id(rollout), number) == number, "a rollout is split over micro-batches"
+            packed.append(row)
+        if share and len({r.prompt.uid for r, _ in (all_rows[row] for row in m.token_index_K.tolist())}) == 1:
+            assert len({tuple(c) for c in context}) == m.n_tokens, "a token is computed twice"
         if not share:
-            inputs = {id(r): max(trained(r)) for r, _ in (known[row] for row in m.token_index_K.tolist())}
-            assert m.n_tokens == sum(inputs.values()), "each response has a prompt of its own"
+            inputs = {id(r): max(trained_positions(r)) for r, _ in (all_rows[row] for row in m.token_index_K.tolist())}
+            assert m.n_tokens == sum(inputs.values()), "responses share a prompt"
             assert all(before < 0 for _, _, before in m.segments)
-    assert sorted(seen) == list(range(len(known)))
+    assert sorted(packed) == list(range(len(all_rows)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(groups(), st.integers(22, 60), st.data())
-def test_rows_of_the_chosen_are_those_of_all(rollouts, cap, data):
-    """Rows count through all rollouts, also those that are left out."""
+def test_chosen_rollouts_keep_their_row_numbers(rollouts, cap, data):
+    """Rows are numbered over all rollouts, including those that are not packed."""
     chosen = data.draw(st.lists(st.sampled_from(range(len(rollouts))), unique=True))
     micros = Packer(cap, IMAGE).pack(rollouts, chosen)
-    wanted = [row for row, (r, _) in enumerate(rows(rollouts)) if any(r is rollouts[i] for i in chosen)]
+    expected = [row for row, (r, _) in enumerate(rows(rollouts)) if any(r is rollouts[i] for i in chosen)]
     packed = [row for m in micros for row in m.token_index_K.tolist()]
-    assert sorted(packed) == wanted
+    assert sorted(packed) == expected
     for m in micros:
         tokens = make_token_batch(rollouts)[m.token_index_K]
         assert len(tokens) == len(m.target_K) == len(m.hidden_index_K)
-        of_rows = [rows(rollouts)[row][0] for row in m.token_index_K.tolist()]
-        assert [rollouts[i] for i in tokens.rollout.tolist()] == of_rows
+        rollout_of_row = [rows(rollouts)[row][0] for row in m.token_index_K.tolist()]
+        assert [rollouts[i] for i in tokens.rollout.tolist()] == rollout_of_row
     batch = TrainBatch(rollouts, make_token_batch(rollouts), [micros, []])
     assert batch.uids(0) == sorted({rollouts[i].prompt.uid for i in chosen}) and batch.uids(1) == []
 
 
 @settings(max_examples=40, deadline=None)
 @given(groups(), st.integers(22, 60), st.integers(0, 6), st.booleans())
-def test_all_ranks_can_be_given_the_same_number_of_micro_batches(rollouts, cap, extra, by_flops):
-    """What there is too little for is filled with single tokens that train nothing."""
-    needs = []
+def test_all_ranks_can_get_the_same_number_of_micro_batches(rollouts, cap, extra, by_flops):
+    """A rank with too little to pack adds micro-batches of a single token that train nothing."""
+    reported = []
     costs = FlopCosts(10.0, 0.1, 3.0, 1.0, 0.1, 0.0, 1) if by_flops else None
     packer = Packer(cap, IMAGE, costs)
     fewest = packer.pack(rollouts)
-    more = packer.pack(rollouts, reduce_max=lambda n: needs.append(n) or n + extra)
-    assert needs == [len(fewest)] and len(more) == len(fewest) + extra
-    for micros in (fewest, more):
+    padded = packer.pack(rollouts, reduce_max=lambda n: reported.append(n) or n + extra)
+    assert reported == [len(fewest)] and len(padded) == len(fewest) + extra
+    for micros in (fewest, padded):
         packed = torch.cat([m.token_index_K for m in micros])
         assert sorted(packed.tolist()) == list(range(len(rows(rollouts))))
         assert all(0 < m.n_tokens <= cap for m in micros)
-    for m in more:
+    for m in padded:
         assert len(m.target_K) or (m.ids_T.tolist(), m.subtree_end_T.tolist(), m.segments, m.images) == (
             [0],
             [1],
@@ -147,11 +152,13 @@ def test_all_ranks_can_be_given_the_same_number_of_micro_batches(rollouts, cap, 
 
 @settings(max_examples=60, deadline=None)
 @given(groups())
-def test_a_group_is_as_small_as_a_trie(rollouts):
+def test_a_packed_group_is_as_small_as_its_trie(rollouts):
     group = [r for r in rollouts if r.prompt.uid == "u0"]
     prefixes = set()
     for r in group:
-        prefixes |= {tuple(by_name(sequence(r), r.prompt.images)[: t + 1]) for t in range(max(trained(r)))}
+        prefixes |= {
+            tuple(name_images(sequence(r), r.prompt.images)[: t + 1]) for t in range(max(trained_positions(r)))
+        }
     [micro] = Packer(1000, IMAGE).pack(group)
     assert micro.n_tokens == len(prefixes)
     context = contexts(micro)
@@ -162,8 +169,8 @@ def test_a_group_is_as_small_as_a_trie(rollouts):
 
 @settings(max_examples=60, deadline=None)
 @given(groups())
-def test_pieces_of_a_prefix_are_the_dense_masks_rows(rollouts):
-    """What attention and recurrent layers go by, `pieces` and `prefixes`, is the definition's mask."""
+def test_pieces_and_prefixes_equal_the_dense_mask(rollouts):
+    """`pieces` and `prefixes`, which attention and recurrent layers use, describe the same mask as dense_mask."""
     [micro] = Packer(1000, IMAGE).pack(rollouts)
     plan = PackedAttention("sdpa", micro)
     mask = dense_mask(micro.subtree_end_T)
@@ -171,9 +178,9 @@ def test_pieces_of_a_prefix_are_the_dense_masks_rows(rollouts):
     for length in plan.pieces:
         starts.append(starts[-1] + length)
     assert starts[-1] == micro.n_tokens
-    for (start, stop, _), (prefix, own) in zip(micro.segments, plan.prefixes, strict=True):
+    for (start, stop, _), (prefix, n_own) in zip(micro.segments, plan.prefixes, strict=True):
         keys = [t for piece in prefix for t in range(starts[piece], starts[piece + 1])]
-        assert [t for piece in prefix[-own:] for t in range(starts[piece], starts[piece + 1])] == list(
+        assert [t for piece in prefix[-n_own:] for t in range(starts[piece], starts[piece + 1])] == list(
             range(start, stop)
         )
         for query in range(start, stop):
@@ -187,12 +194,12 @@ def test_prompt_is_computed_once_and_the_last_token_never():
 
 
 def test_equal_images_are_shared_and_different_ones_are_not():
-    def two(a, b):
+    def pack_two(a, b):
         [m] = Packer(99, IMAGE).pack([written("u", [1, IMAGE, IMAGE, 2], [3], [image(key, 2)]) for key in (a, b)])
         return m.n_tokens, [x.key for x in m.images]
 
-    assert two("p", "p") == (4, ["p"])
-    assert two("p", "q")[0] == 7 and sorted(two("p", "q")[1]) == ["p", "q"]
+    assert pack_two("p", "p") == (4, ["p"])
+    assert pack_two("p", "q")[0] == 7 and sorted(pack_two("p", "q")[1]) == ["p", "q"]
 
 
 def test_a_split_group_repeats_its_prompt_and_keeps_the_cap():
@@ -201,8 +208,8 @@ def test_a_split_group_repeats_its_prompt_and_keeps_the_cap():
     assert [m.n_tokens for m in micros] == [20, 20, 20] and all(m.ids_T.tolist().count(1) == 10 for m in micros)
 
 
-def test_prompts_of_one_uid_and_equal_tokens_stay_apart_without_sharing():
-    """As flash attention needs them: also where they meet in one micro-batch."""
+def test_equal_prompts_stay_separate_without_sharing():
+    """Flash attention needs this also within a micro-batch."""
     rollouts = [written("u", [1] * 10, [2, 3]) for _ in range(3)]
     [m] = Packer(99, IMAGE, share=False).pack(rollouts)
     assert m.n_tokens == 33 and m.segments == [(0, 11, -1), (11, 22, -1), (22, 33, -1)]
@@ -218,13 +225,13 @@ def test_prompts_of_one_uid_and_equal_tokens_stay_apart_without_sharing():
     ([1, IMAGE, 2, IMAGE], [3], [image("x", 2)], ValueError, r"2 image tokens, .* need \[2\], but .* not contiguous"),
     ([IMAGE, 1, IMAGE, IMAGE], [3], [image("x", 2), image("y", 1)], ValueError, "not contiguous"),
 ])  # fmt: skip
-def test_what_cannot_be_packed_names_the_rollout_and_its_lengths(prompt, response, images, error, match):
+def test_errors_name_the_rollout_and_its_lengths(prompt, response, images, error, match):
     with pytest.raises(error, match=match):
         Packer(20, IMAGE).pack([written("p", prompt, response, images)])
 
 
-def test_turns_of_a_rollout_stand_together_and_a_batch_knows_where_they_are_apart():
-    """Two episodes of two turns that are sequences of their own; sorted by what they share, the turns interleave."""
+def test_turns_of_a_rollout_stay_together_and_a_batch_knows_if_they_do_not():
+    """Two episodes have two separate turns each. Sorting by shared prefixes would interleave their turns."""
     rollouts = []
     for i in range(2):
         first, second = TurnSequence([5, 1, i, 2], 2, 0), TurnSequence([5, 2, 3, 3, i], 1, 0)
@@ -238,21 +245,21 @@ def test_turns_of_a_rollout_stand_together_and_a_batch_knows_where_they_are_apar
         assert all((m.token_index_K.diff() > 0).all() for m in micros) and batch.rows(0).tolist() == [*range(6)]
         for m in micros:  # targets and contexts moved with their rows
             context = contexts(m)
-            for at, target, row in zip(
+            for position, target, row in zip(
                 m.hidden_index_K.tolist(), m.target_K.tolist(), m.token_index_K.tolist(), strict=True
             ):
                 turn = rollouts[row // 3].separate_turns[row % 3 // 2]
                 end = len(turn.ids) - (row % 3 == 0)
-                assert [*context[at], target] == turn.ids[:end]
+                assert [*context[position], target] == turn.ids[:end]
 
 
 # --- The columns ------------------------------------------------------------------------------------------------------
 
 
-def test_columns_are_one_row_a_trained_token():
+def test_columns_have_one_row_per_trained_token():
     a = written("a", [1, 2], [3, 4, 5], [image("x", 1)])
     b = Rollout(written("b", [1], []).prompt, 1, [6, 7, 8], [True, False, True], [-0.5, -0.25], "length", "")
-    a.images, b.images = [image("y", 1)], [image("y", 1), image("z", 1)]  # of an environment's turns
+    a.images, b.images = [image("y", 1)], [image("y", 1), image("z", 1)]  # images in turns of an environment
     a.logprobs = [-1.0, -2.0, -3.0]
     tokens = make_token_batch([a, b], [0.5, 0.0])
     assert len(tokens) == 5 and tokens.rollout.tolist() == [0, 0, 0, 1, 1] and tokens.rollout.dtype == torch.int64
@@ -268,14 +275,14 @@ def test_a_column_that_was_not_computed_cannot_be_used():
     with pytest.raises(TypeError):
         part.old_logps - part.rollout_logps
     with pytest.raises(AttributeError):
-        part.advantage = torch.zeros(2)  # slots: a misspelt name is no new column
+        part.advantage = torch.zeros(2)  # __slots__ refuse a misspelt name
     with pytest.raises(AttributeError):
         part.fill(torch.arange(2), advantage=torch.zeros(2))
     with pytest.raises(TypeError):
         TokenBatch(tokens.rollout, tokens.rollout_logps, tokens.n_images, old_logp=None)
 
 
-def test_a_column_is_filled_in_parts_and_unknown_elsewhere():
+def test_a_column_is_filled_in_parts_and_nan_elsewhere():
     tokens = make_token_batch([written("a", [1], [2, 3, 4, 5])])
     tokens.fill(torch.tensor([3, 1]), values=torch.tensor([30.0, 10.0], dtype=torch.bfloat16))
     tokens.fill(torch.tensor([0]), values=torch.tensor([5.0]), ref_logps=None)

@@ -1,6 +1,6 @@
-r"""The page of an evaluation or a step: what it says, what it never does, and its gallery in a real browser.
+r"""Tests of the page of an evaluation or a step: its content, its safety, and its gallery in a real browser.
 
-pytest tests/test_page.py; what is marked `needs_browser` is left out where there is no Chromium."""
+pytest tests/test_page.py; tests marked `needs_browser` are skipped if there is no Chromium."""
 
 import base64
 import functools
@@ -34,7 +34,7 @@ import report.records as R
 from prepare_data import Example
 from report.evaluation import make_sample_record
 from report.page.formulas import ATTRIBUTES, ELEMENTS, mathml, render_segment, split_formulas
-from report.page.plots import Curve
+from report.page.plots import Curve, Panel, run_curves
 from report.writer import ReportPage
 from tasks.shapes import shapes_rows
 
@@ -43,52 +43,57 @@ ROOT = Path(__file__).parent.parent
 needs_browser = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium, Chrome or chromium-browser here")
 
 
-def sample(text="x", accuracy=1.0, finish="stop", **more):
+def sample(text="x", accuracy=1.0, finish="stop", **fields):
     rewards = {"accuracy": accuracy, "format": 1.0, "reward": accuracy}
-    return {"text": text, "finish_reason": finish, "tokens": len(text), "rewards": rewards} | more
+    return {"text": text, "finish_reason": finish, "tokens": len(text), "rewards": rewards} | fields
 
 
-def record(uid, *samples, **more):
+def record(uid, *samples, **fields):
     samples = list(samples) or [sample()]
-    place = {"index": 0, "answer_type": "count", "task": "t", "source": "s", "n_images": 1, "groups": {}}
-    return {"uid": uid, "ground_truth": "3", "samples": samples} | place | more
+    defaults = {"index": 0, "answer_type": "count", "task": "t", "source": "s", "n_images": 1, "groups": {}}
+    return {"uid": uid, "ground_truth": "3", "samples": samples} | defaults | fields
 
 
-def asked(uid, content="How many?", images=()):
+def make_example(uid, content="How many?", images=()):
     return Example(uid, "t", [{"role": "user", "content": content}], list(images), "3", {})
 
 
-def first_page(title, records=(), examples=None, curves=(), **more):
-    """The first page, most often the only one."""
-    return next(P.pages(ReportPage(title, records, examples or {}, **more), curves))
+def first_page(title, records=(), examples=None, curves=(), **options):
+    """Return the first page of a report. Most reports have only one."""
+    overview = {"info": {}, "scores": [], "rows": [{"step": 1}], "curves": curves} if curves else {}
+    return next(P.pages(ReportPage(title, records, examples or {}, **options), overview))
 
 
-def page_of(records, title="T", images=(), **more):
-    return first_page(title, records, {r["uid"]: asked(r["uid"], images=images) for r in records}, **more)
+def make_curve(title, note):
+    return Curve(Panel(title, "", {}, note), [], [])
 
 
-def photo(width=84, height=84, kind="PNG", noise=60):
+def render_page(records, title="T", images=(), **options):
+    return first_page(title, records, {r["uid"]: make_example(r["uid"], images=images) for r in records}, **options)
+
+
+def photo(width=84, height=84, format="PNG", noise=60):
     file = io.BytesIO()
     bands = [Image.radial_gradient("L").resize((width, height)), Image.linear_gradient("L").resize((width, height)),
              Image.effect_noise((width, height), noise)]  # fmt: skip
-    Image.merge("RGB", bands).save(file, kind, **({"quality": 95} if kind == "JPEG" else {}))
+    Image.merge("RGB", bands).save(file, format, **({"quality": 95} if format == "JPEG" else {}))
     return file.getvalue()
 
 
-class Tags(html.parser.HTMLParser):
-    """A page's tags with their attributes' names, the text outside of style and script, and the images."""
+class ParsedPage(html.parser.HTMLParser):
+    """A parsed page: its tags and attributes, the text outside of style and script, the images and the addresses."""
 
     def __init__(self, page):
         super().__init__()
         self.tags, self.attributes, self.text, self.images, self.addresses = Counter(), Counter(), "", [], []
-        self.inside = ""
+        self.open_tag = ""
         self.feed(page)
         self.close()
 
     def handle_starttag(self, tag, attrs):
         self.tags[tag] += 1
         self.attributes.update(f"{tag} {name}" for name, _ in attrs)
-        self.inside = tag
+        self.open_tag = tag
         address = dict(attrs).get("src" if tag == "img" else "href", "") or ""
         self.addresses += [value for name, value in attrs if name in ("src", "href")]
         if tag in ("img", "image"):
@@ -96,10 +101,10 @@ class Tags(html.parser.HTMLParser):
             self.images.append((data, Image.open(io.BytesIO(data)).size))
 
     def handle_endtag(self, tag):
-        self.inside = ""
+        self.open_tag = ""
 
     def handle_data(self, data):
-        if self.inside not in ("style", "script"):
+        if self.open_tag not in ("style", "script"):
             self.text += data
 
 
@@ -107,19 +112,20 @@ class Tags(html.parser.HTMLParser):
 # Formulas
 
 
-class Sources(html.parser.HTMLParser):
-    """A text's HTML: `source`, what is shown with formulas as they were written; `formulas`, how many there are."""
+class ParsedText(html.parser.HTMLParser):
+    """A parsed text: `source` is its text with formulas as they were written, `formulas` is their number, and `names`
+    are the elements and attributes."""
 
     def __init__(self, text):
         super().__init__()
-        self.source, self.formulas, self.stack, self.found = "", 0, [], set()
+        self.source, self.formulas, self.stack, self.names = "", 0, [], set()
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag, attrs):
         self.stack.append((tag, dict(attrs).get("class")))
         self.formulas += self.stack[-1] == ("span", "tex")
-        self.found |= {tag} | {f"{tag} {name}" for name, _ in attrs}
+        self.names |= {tag} | {f"{tag} {name}" for name, _ in attrs}
 
     def handle_endtag(self, tag):
         assert self.stack.pop()[0] == tag
@@ -134,15 +140,15 @@ def as_html(text):
 
 
 def check_formulas(text):
-    """The source is still there, whole; nothing but formulas of allowed elements around it."""
-    made = as_html(text)
-    found = Sources(made)
-    assert found.source == text and not found.stack
+    """Check that the HTML has the whole source, and no elements but those of formulas; return the parsed text."""
+    rendered = as_html(text)
+    parsed = ParsedText(rendered)
+    assert parsed.source == text and not parsed.stack
     others = {"span", "span class", "code", "b", "b class"}
-    for name in found.found - others:
+    for name in parsed.names - others:
         element, _, attribute = name.partition(" ")
         assert element in ELEMENTS and (not attribute or attribute in ATTRIBUTES), name
-    return found
+    return parsed
 
 
 HOSTILE = [
@@ -161,13 +167,13 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("latex", HOSTILE)
-def test_no_formula_raises_or_brings_what_runs(latex):
+def test_no_formula_raises_or_adds_active_html(latex):
     for text in (f"${latex}$", f"$${latex}$$", rf"\({latex}\)", rf"\[{latex}\]", rf"\boxed{{{latex}}}", latex):
         check_formulas(f"so {text} is it")
-    made = mathml(latex)
-    assert not re.search(r"<script|<img|\shref|\sstyle|\sclass|javascript:[^<]*\"", made)
-    if made and not re.search("[\0-\x08]", made):
-        ET.fromstring(made)
+    rendered = mathml(latex)
+    assert not re.search(r"<script|<img|\shref|\sstyle|\sclass|javascript:[^<]*\"", rendered)
+    if rendered and not re.search("[\0-\x08]", rendered):
+        ET.fromstring(rendered)
 
 
 SIGNS = ["$", "$$", "\\", "{", "}", "^", "_", "&", "<", ">", "\"", "'", r"\(", r"\)", r"\[", r"\]", r"\boxed{",
@@ -187,7 +193,7 @@ def test_any_text_keeps_its_source(text):
 
 @settings(max_examples=200, deadline=1000)
 @given(st.text(st.characters(exclude_characters="$\\", exclude_categories=["Cs"])))
-def test_what_has_no_formula_is_the_escaped_text(text):
+def test_text_without_formulas_is_escaped(text):
     assert as_html(text) == html.escape(text)
 
 
@@ -195,7 +201,7 @@ def test_what_has_no_formula_is_the_escaped_text(text):
     "it costs $5 and $6", "$5 or 6 dollars$", "from $1,000 to $2,000 a year", r"\$5 and \$6", "$ x $", "an $", "$$",
     r"\( x", r"\[ x", r"\boxed{x", "$x\n\ny$", r"Answer in \boxed{}.", r"in \boxed{ }", "$$ $$", r"\(\)", r"C:\boxedly",
 ])  # fmt: skip
-def test_what_is_no_formula_stays_as_it_is(text):
+def test_text_that_only_looks_like_a_formula_is_escaped(text):
     assert as_html(text) == html.escape(text)
 
 
@@ -216,7 +222,7 @@ def test_formulas_have_the_structure_that_was_written():
     assert "boxed" in as_html(r"\boxed{red}") and "red</b>" in as_html(r"\boxed{red}")
 
 
-def test_a_formula_with_lines_of_its_own_takes_the_empty_ones_around_it():
+def test_a_formula_on_its_own_line_includes_the_empty_lines_around_it():
     first, formula, last = split_formulas("so\n\n$$x^2$$\n\n\nand")
     assert (first.source, formula.source, last.source) == ("so", "\n\n$$x^2$$\n\n\n", "and") and formula.latex == "x^2"
 
@@ -236,14 +242,14 @@ def test_very_long_and_very_deep_formulas_are_quick():
 # Numbers and texts
 
 
-@pytest.mark.parametrize(("value", "told"), [
+@pytest.mark.parametrize(("value", "expected"), [
     (0.1 + 0.2, "0.3"), (1e-7, "1e-07"), (-0.0, "0"), (float("nan"), "nan"), (float("inf"), "inf"),
     (12345.678, "12,346"),
     (1234567.0, "1,234,567"), (-0.25, "-0.25"), (3, "3"), (1.0, "1"), (12.345, "12.35"),
     ("<b>", "<b>"), (True, "True"),
 ])  # fmt: skip
-def test_numbers_are_short_and_true(value, told):
-    assert P.number(value) == told
+def test_numbers_are_short_and_correct(value, expected):
+    assert P.number(value) == expected
 
 
 EVERYTHING = {
@@ -268,18 +274,18 @@ EVERYTHING = {
 
 
 def test_a_summary_with_everything():
-    text = Tags(page_of([record("a"), record("b", sample(accuracy=0.0))], summary=EVERYTHING)).text
-    for told in ("0.900", "0.810 to 0.950 (95% interval)", "of 80 prompts", "0.850", "of 3 tasks", "majority@80.940",
-                 "turns <8> 0.250",
-                 "2.50", "31.2", "+0.300", "+0.200 to +0.400", "<base>", "0.031", "< 0.001", "It looks: <yes>.",
-                 "0.310", "0.400 to 0.600", "a <column>", "</td>", "failed rewards2",
-                 "prompts left out7"):  # fmt: skip
-        assert told in text, told
+    text = ParsedPage(render_page([record("a"), record("b", sample(accuracy=0.0))], summary=EVERYTHING)).text
+    for expected in (
+        "0.900", "0.810 to 0.950 (95% interval)", "of 80 prompts", "0.850", "of 3 tasks", "majority@80.940",
+        "turns <8> 0.250", "2.50", "31.2", "+0.300", "+0.200 to +0.400", "<base>", "0.031", "< 0.001",
+        "It looks: <yes>.", "0.310", "0.400 to 0.600", "a <column>", "</td>", "failed rewards2", "prompts left out7",
+    ):  # fmt: skip
+        assert expected in text, expected
     assert "-0.000" not in text and "nan" not in text and "None" not in text
 
 
-def test_a_summary_of_the_least():
-    text = Tags(page_of([record("a")], summary={"n": 1, "accuracy": 0.0})).text
+def test_a_minimal_summary():
+    text = ParsedPage(render_page([record("a")], summary={"n": 1, "accuracy": 0.0})).text
     assert "0.000" in text and "no interval" in text and "Comparison with" not in text and "Rewards and" not in text
 
 
@@ -287,7 +293,7 @@ def test_half_a_surrogate_pair_does_not_break_a_page():
     half = json.loads('"<\\ud800>"')
     summary = {"n": 1, "accuracy": 1.0, f"by_{half}": {half: {"n": 1, "accuracy": 1.0}}}
     records = [record(half, sample(half), ground_truth=half), record("b", groups={half: half})]
-    assert page_of(records, half, [photo()], summary=summary).encode().count(b"&lt;?&gt;") >= 6
+    assert render_page(records, half, [photo()], summary=summary).encode().count(b"&lt;?&gt;") >= 6
 
 
 def test_a_reward_is_not_an_accuracy():
@@ -297,119 +303,140 @@ def test_a_reward_is_not_an_accuracy():
     records = [record("a"), record("b", sample(), sample())]
     for s, reward in zip(records[0]["samples"] + records[1]["samples"], (1.0, -2.0, 3.0), strict=True):
         s["rewards"] = {"reward": reward}
-    page = page_of(records, summary=summary)
-    text = Tags(page).text
+    page = render_page(records, summary=summary)
+    text = ParsedPage(page).text
     assert "km512.2503.500 to 1001.0001" in text and "-2.000 to -1.000" in text
     assert "reward of 2 prompts-1.500" in text and "✓" not in text and "✗" not in text and "accuracy" not in text[:60]
     assert re.findall(r'data-is="([^"]*)"', page) == ["disagree"]
 
 
-def test_a_page_without_prompts_and_one_with_curves_alone():
-    bare = Tags(first_page("T", [], {}))
+def test_pages_without_prompts_with_and_without_curves():
+    bare = ParsedPage(first_page("T", [], {}))
     assert bare.text.count("T") == 2 and "main" not in bare.tags and "form" not in bare.tags
-    curve = Curve("loss <x>", "<svg viewBox='0 0 1 1'></svg>", "falls & <ends>")
-    found = Tags(first_page("T", [], {}, curves=[curve]))
-    assert found.tags["figure"] == 1 and "loss <x> falls & <ends>" in found.text and found.tags["svg"] == 1
+    parsed = ParsedPage(first_page("T", [], {}, curves=[make_curve("loss <x>", "falls & <ends>")]))
+    assert parsed.tags["figure"] == parsed.tags["svg"] == 1
+    assert "loss <x>" in parsed.text and "falls & <ends>" in parsed.text
 
 
-def test_metrics_of_a_step_are_told_together():
+def test_metrics_of_a_step_are_shown_together():
     facts = {"loss": 0.5, "reward/a": 1.0, "reward/b": float("nan"), "reward/c": None, "time/<x>": 12}
-    page = page_of([record("a", sample(advantage=-0.5))], facts=facts)
+    page = render_page([record("a", sample(advantage=-0.5))], facts=facts)
     rows = re.findall(r"<th scope=row>([^<]*)</th><td>([^<]*)</td>", page)
     assert rows == [("loss", "0.5"), ("a", "1"), ("&lt;x&gt;", "12")] and "advantage <b>-0.500</b>" in page
 
 
+def test_the_page_of_a_run_starts_with_its_settings_and_ends_with_all_metrics(tmp_path):
+    info = {"command": "train.py --lr 1e-5", "args": {"model": "org/<model>", "data": "d.parquet"},
+            "changed_settings": ["--lr 1e-05", "--no-self-test"], "git": "0123456789abcdef" * 2 + "01234567-dirty",
+            "hardware": "a GPU", "world": 8}  # fmt: skip
+    rows = [{"step": 0, "eval/accuracy": 0.25}, {"step": 1, "reward/mean": 0.1, "lr": 1e-5, "perf/mfu": 0.4},
+            {"step": 2, "eval/accuracy": 0.75, "reward/mean": 0.3}]  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    example, records = make_example("a"), [record("a")]
+    content = ReportPage("T", records, {"a": example}, {"n": 1, "accuracy": 0.75}, {"loss/policy": 0.5}, run=tmp_path)
+    P.write_pages(tmp_path / "report.html", content)
+    text = re.sub(r"\s+", " ", ParsedPage((tmp_path / "report.html").read_text()).text)
+    parts = ["during training accuracy 0.250 step 0 → 0.750 step 2", "model org/<model>", "processes 8",
+             "commit 0123456789ab-dirty", "not default --lr 1e-05 --no-self-test", "commandshowtrain.py --lr 1e-5",
+             "accuracy of 1 prompts", "Training curves", "Learning rate", "MFU", "Prompts", "All metrics of the step"]
+    text = re.sub(r"(model|processes|commit|not default)(?=org|8|0123|--lr)", r"\1 ", text)
+    positions = [text.find(part) for part in parts]
+    assert -1 not in positions and positions == sorted(positions), list(zip(parts, positions, strict=True))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:2]))
+    P.write_pages(tmp_path / "report.html", content)
+    assert "reward <b>0.100</b> <span class=note>step 1</span></p>" in (tmp_path / "report.html").read_text()
+
+
 def test_long_texts_keep_their_ends_and_are_counted(monkeypatch):
-    monkeypatch.setattr(G, "PAGE_CHARS", 4 * 1000)  # of the question and three responses
+    monkeypatch.setattr(G, "PAGE_CHARS", 4 * 1000)  # shared by the question and three responses
     texts = ["short", "START" + "<" * 3000 + "END", "BEGIN" + "y" * 3000 + "LAST"]
-    page = page_of([record("u", *map(sample, texts))])
-    text = Tags(page).text
-    for told in ("short", "START<", "<END", "BEGINy", "yLAST", "2 long texts are shortened"):
-        assert told in text
+    page = render_page([record("u", *map(sample, texts))])
+    text = ParsedPage(page).text
+    for expected in ("short", "START<", "<END", "BEGINy", "yLAST", "2 long texts are shortened"):
+        assert expected in text
     left = [int(x.replace(",", "")) for x in re.findall(r"([\d,]+) characters are left out", text)]
     assert left == [3008 - 1000, 3009 - 1000]
 
 
-def test_formulas_beyond_their_room_stay_as_written(monkeypatch):
+def test_formulas_beyond_the_limit_stay_as_written(monkeypatch):
     monkeypatch.setattr(G, "FORMULA_CHARS", 3000)
-    page = page_of([record("u", *[sample(rf"$\frac{{{i}}}{{2}}$") for i in range(40)])])
-    found = Tags(page)
-    assert 1 < found.tags["math"] < 40 and f"{40 - found.tags['math']} formulas are shown as source" in found.text
+    page = render_page([record("u", *[sample(rf"$\frac{{{i}}}{{2}}$") for i in range(40)])])
+    parsed = ParsedPage(page)
+    assert 1 < parsed.tags["math"] < 40 and f"{40 - parsed.tags['math']} formulas are shown as source" in parsed.text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which prompts, and what is around them
+# Prompts and samples
 
 
-def many(n, **samples):
+def make_records(n, **samples):
     return [record(f"u{i}", sample(accuracy=1.0), index=i) for i in range(n)]
 
 
-def test_of_too_many_prompts_the_telling_ones_come_first():
-    records = many(1500)
+def test_the_most_informative_prompts_are_chosen_if_there_are_too_many():
+    records = make_records(1500)
     records[1400] = record("wrong", sample(accuracy=0.0), index=1400)
     records[1401] = record("cut", sample(finish="length"), index=1401)
     summary = {"n": 1500, "accuracy": 0.9, "baselines": [{"gained_uids": ["u1498"], "lost_uids": ["u1499"]}]}
     chosen = R.select_records(records, summary)
     assert len(chosen) == 1000 and [r["uid"] for r in chosen[-4:]] == ["wrong", "cut", "u1498", "u1499"]
     assert [r["uid"] for r in chosen[:996]] == [f"u{i}" for i in range(996)]  # in order
-    examples = {r["uid"]: asked(r["uid"]) for r in chosen}  # no more than those are asked for
-    text = Tags(first_page("T", records, examples, summary=summary)).text
+    examples = {r["uid"]: make_example(r["uid"]) for r in chosen}  # the page needs no other examples
+    text = ParsedPage(first_page("T", records, examples, summary=summary)).text
     assert "1,000 of 1,500 prompts are shown; those gained, lost" in text
-    lost = {f"u{i}" for i in range(500, 1500)}  # too many even of these: none but these
+    lost = {f"u{i}" for i in range(500, 1500)}  # more than the limit: only these are chosen
     summary["baselines"][0] |= {"gained_uids": [], "lost_uids": lost}
-    assert {r["uid"] for r in R.select_records(records, summary)} == lost - {"u1400", "u1401"} | {
-        "wrong",
-        "cut",
-    } - set()
+    assert {r["uid"] for r in R.select_records(records, summary)} == lost - {"u1400", "u1401"} | {"wrong", "cut"}
 
 
-def test_records_of_other_models_and_those_that_have_none():
+def test_records_of_other_models_are_shown_at_their_prompts():
     records = [record("a"), record("b"), record("c")]
     others = {"baseline <m>": [record("b", sample("other says", accuracy=0.0)), record("unknown")],
               "blank": [record("a", sample(), sample(accuracy=0.0))]}  # fmt: skip
-    page = page_of(records, others=others, summary={"n": 3, "accuracy": 1.0})
+    page = render_page(records, others=others, summary={"n": 3, "accuracy": 1.0})
     a, b, c = re.findall(r"<article.*?</article>", page, re.DOTALL)
     assert "<summary>blank · 1 of 2 right</summary>" in a and "baseline &lt;m&gt;" not in a
     assert "<summary>baseline &lt;m&gt; · ✗ wrong</summary>" in b and "other says" in b
     assert "<details" not in c and "unknown" not in page
 
 
-def test_a_sample_that_failed_and_one_that_was_cut():
+def test_failed_and_truncated_samples_are_marked():
     failed = sample(finish="error") | {"rewards": {}}
     broken = failed | {"ended_by": "error", "turns": 2}
-    page = page_of([record("a", failed), record("b", sample(finish="length")), record("c", broken)],
+    page = render_page([record("a", failed), record("b", sample(finish="length")), record("c", broken)],
                    summary={"n": 3, "accuracy": 0.3})  # fmt: skip
     a, b, c = re.findall(r"<article.*?</article>", page, re.DOTALL)
     assert "reward failed" in a and "environment failed" in c and "truncated at the length limit" in b
     assert re.findall(r'data-is="([^"]*)"', page) == ["failed wrong", "cut right", "failed wrong"]
-    training = page_of([record("a", failed)])  # in training a failure is not wrong
+    training = render_page([record("a", failed)])  # in training, a failed sample does not count as wrong
     assert re.findall(r'data-is="([^"]*)"', training) == ["failed"]
 
 
 def test_an_episode_is_shown_turn_by_turn():
     pixels = Image.new("RGB", (30, 20), "red")
-    r = SimpleNamespace(is_episode=True, images=[SimpleNamespace(image=pixels)], n_turns=2, ended_by="done", messages=[
+    images = [SimpleNamespace(image=pixels, fps=0)]
+    r = SimpleNamespace(is_episode=True, images=images, n_turns=2, ended_by="done", messages=[
         {"role": "assistant", "content": "zoom <image>"}, {"role": "user", "content": "here <image> it is"},
         {"role": "assistant", "content": "three"}])  # fmt: skip
     vars(r).update(text="x", finish_reason="stop", response_mask=[True])
-    page = page_of([record("a", make_sample_record(r, {"reward": 1.0}))])
-    found = Tags(page)
-    assert [size for _, size in found.images] == [(30, 20)] and "ended by done" in found.text
-    assert "zoom <image>" in found.text  # what the policy writes is no image
+    page = render_page([record("a", make_sample_record(r, {"reward": 1.0}))])
+    parsed = ParsedPage(page)
+    assert [size for _, size in parsed.images] == [(30, 20)] and "ended by done" in parsed.text
+    assert "zoom <image>" in parsed.text  # <image> in a response stays text
     assert "here " in page.split("<img")[0] and " it is" in page.split("<img")[1]
     bad = {"images": [b"<img src=http://127.0.0.1/x onerror=alert(1)>"], "messages": [], "turns": 1, "ended_by": "x"}
-    found = Tags(page_of([record("a", sample() | bad)]))
-    assert not found.tags["img"] and "cannot be read" in found.text
+    parsed = ParsedPage(render_page([record("a", sample() | bad)]))
+    assert not parsed.tags["img"] and "cannot be read" in parsed.text
     r.is_episode = False
     assert "messages" not in make_sample_record(r, {})
 
 
-def test_images_stand_where_their_marks_are_and_those_without_text_between_in_a_row():
+def test_images_are_where_their_marks_are_and_adjacent_ones_share_a_row():
     images = [photo(noise=i) for i in range(4)]
-    example = asked("u", "first<image> \n<image>then<image>last <b>", images)
-    said = first_page("T", [record("u")], {"u": example}).partition("<div class=prompt>")[2]
-    assert re.findall(r"<img|<span class=images>|first|then|last &lt;b&gt;", said) == [
+    example = make_example("u", "first<image> \n<image>then<image>last <b>", images)
+    prompt_html = first_page("T", [record("u")], {"u": example}).partition("<div class=prompt>")[2]
+    assert re.findall(r"<img|<span class=images>|first|then|last &lt;b&gt;", prompt_html) == [
         "first", "<span class=images>", "<img", "<img", "then", "<span class=images>", "<img", "last &lt;b&gt;",
         "<span class=images>", "<img"]  # fmt: skip
 
@@ -425,42 +452,42 @@ def test_page_shows_thumbnails(tmp_path):
     ImageDraw.Draw(image := Image.new("1", (2000, 1000), 1)).line((0, 0, 2000, 1000), width=20)
     image.save(drawing, "PNG")
     images = [*photos, drawing.getvalue(), b"no image"]
-    page = page_of([record("u")], images=images, folder=tmp_path / "images")
-    found = Tags(page)
+    page = render_page([record("u")], images=images, folder=tmp_path / "images")
+    parsed = ParsedPage(page)
     sizes = [(480, 360), (480, 360), (240, 480), (300, 200), (84, 84), (480, 240)]
-    assert [size for _, size in found.images] == sizes
-    assert all(len(data) < 60_000 for data, _ in found.images) and len(page) < 250_000 < sum(map(len, photos))
-    assert found.images[4][0] == small  # what is small stays as it is
-    assert "cannot be read" in found.text
+    assert [size for _, size in parsed.images] == sizes
+    assert all(len(data) < 60_000 for data, _ in parsed.images) and len(page) < 250_000 < sum(map(len, photos))
+    assert parsed.images[4][0] == small  # a small image is not changed
+    assert "cannot be read" in parsed.text
     links = re.findall(r'href="(images/[0-9a-f]{20}\.(?:jpeg|tiff|png))"', page)
     assert len(links) == 4 and {(tmp_path / link).read_bytes() for link in links} == {photos[0], photos[2], images[5]}
 
 
-def test_turned_photos_are_shown_upright(tmp_path):
+def test_rotated_photos_are_shown_upright(tmp_path):
     image = Image.new("RGB", (1200, 600), "white")
-    image.paste("red", (0, 0, 600, 600))  # left: on top, once it is turned
+    image.paste("red", (0, 0, 600, 600))  # the left half, which is on top after the rotation
     exif = Image.Exif()
     exif[0x0112] = 6  # rotate by 90 degrees clockwise
     image.save(file := io.BytesIO(), "JPEG", exif=exif)
-    page = page_of([record("u")], images=[file.getvalue()], folder=tmp_path / "i")
-    data, size = Tags(page).images[0]
+    page = render_page([record("u")], images=[file.getvalue()], folder=tmp_path / "i")
+    data, size = ParsedPage(page).images[0]
     red = Image.open(io.BytesIO(data)).convert("RGB").getpixel((120, 20))
     assert size == (240, 480) and red[0] > 200 > 60 > red[1] and "600 x 1200 pixels" in page
 
 
-def test_images_in_full_size_have_a_limit_and_it_is_told(tmp_path, monkeypatch):
+def test_images_over_the_full_size_limit_are_thumbnails_and_counted(tmp_path, monkeypatch):
     images = [photo(600, 400, noise=noise) for noise in (60, 5, 80)]
-    least = min(map(len, images))
-    monkeypatch.setattr(G, "FULL_SIZE_BYTES", 3 * least)
-    page = page_of([record("u")], images=images, folder=tmp_path / "images")
+    smallest = min(map(len, images))
+    monkeypatch.setattr(G, "FULL_SIZE_BYTES", 3 * smallest)
+    page = render_page([record("u")], images=images, folder=tmp_path / "images")
     (file,) = (tmp_path / "images").iterdir()
-    assert file.read_bytes() == images[1] and page.count("<a class=full") == 1 and Tags(page).tags["img"] == 3
-    assert f"2 images of more than {least:,} bytes are shown only as thumbnails" in page
+    assert file.read_bytes() == images[1] and page.count("<a class=full") == 1 and ParsedPage(page).tags["img"] == 3
+    assert f"2 images of more than {smallest:,} bytes are shown only as thumbnails" in page
 
 
-def test_images_beyond_the_most_are_counted(monkeypatch):
+def test_images_beyond_the_limit_are_counted(monkeypatch):
     monkeypatch.setattr(G, "PAGE_IMAGES", 5)
-    page = page_of([record("a"), record("b")], images=[photo(noise=1), photo(noise=2), photo(noise=3)])
+    page = render_page([record("a"), record("b")], images=[photo(noise=1), photo(noise=2), photo(noise=3)])
     assert "2 images are left out: a page shows at most 5." in page and page.count("image left out to limit") == 2
 
 
@@ -468,34 +495,34 @@ def test_images_beyond_the_most_are_counted(monkeypatch):
 # Several pages
 
 
-def many_pages(n=450):
+def make_report_page(n=450):
     records = [record(f"u{i}", sample(accuracy=float(i < 300)), index=i, groups={"g": str(i % 2)}) for i in range(n)]
     image = photo()
-    examples = {r["uid"]: asked(r["uid"], images=[image]) for r in records}
+    examples = {r["uid"]: make_example(r["uid"], images=[image]) for r in records}
     return ReportPage("T", records, examples, {"n": n, "accuracy": 0.6})
 
 
-def test_a_page_has_200_prompts_and_links_the_others(tmp_path):
+def test_a_page_has_200_prompts_and_links_to_the_others(tmp_path):
     path = tmp_path / "report.html"
-    P.write_pages(path, many_pages())
+    P.write_pages(path, make_report_page())
     first, *others = (tmp_path / name for name in ("report.html", "report-2.html", "report-3.html"))
     assert sorted(tmp_path.iterdir()) == sorted([first, *others])
     assert [page.read_text().count("<article") for page in (first, *others)] == [200, 200, 50]
-    for page in others:  # numbers are on the first page alone
+    for page in others:  # the summary is only on the first page
         assert "class=tiles" not in page.read_text() and "<h1>T</h1>" in page.read_text()
     assert "class=tiles" in first.read_text() and "Prompts 401 to 450 of 450" in others[1].read_text()
     assert re.findall(r'<a href="(report[^"]*)"', others[0].read_text())[:2] == ["report.html", "report-3.html"]
-    P.write_pages(path, many_pages(3))
-    assert list(tmp_path.iterdir()) == [first]  # none of an earlier, longer report is left
+    P.write_pages(path, make_report_page(3))
+    assert list(tmp_path.iterdir()) == [first]  # the other pages of an earlier, longer report are deleted
     assert "class=pages" not in first.read_text()
 
 
 @needs_browser
-def test_filters_go_along_to_other_pages(opened, tmp_path):
-    P.write_pages(tmp_path / "report.html", many_pages())
-    browser = opened((tmp_path / "report.html").read_text())
+def test_filters_are_kept_on_other_pages(open_page, tmp_path):
+    P.write_pages(tmp_path / "report.html", make_report_page())
+    browser = open_page((tmp_path / "report.html").read_text())
     counts = browser.evaluate("[...document.querySelectorAll('#bar .count')].map((x) => x.textContent)")
-    assert counts[:3] == ["450", "150", "300"]  # on all pages
+    assert counts[:3] == ["450", "150", "300"]  # counts over all pages
     browser.press("w")
     choose(browser, "by.g", "1")
     links = "[...document.querySelector('.pages').querySelectorAll('a')].map((x) => x.textContent)"
@@ -528,9 +555,9 @@ EVILS = [
 ]  # fmt: skip
 
 
-def hostile_page(address, folder):
+def make_hostile_page(address, folder):
     evils = [text.replace("ADDRESS", address) for text in EVILS]
-    all_of = " ".join(evils)
+    joined = " ".join(evils)
     records = []
     for i, evil in enumerate(evils):
         bad = sample(evil, 0.0, finish=evil, advantage=0.5, turns=1, ended_by=evil)
@@ -543,30 +570,34 @@ def hostile_page(address, folder):
                 f"{i}{evil}", bad, episode, ground_truth=evil, groups=groups, answer_type=evil, task=evil, index=evil
             )
         )
-    messages = [{"role": evils[0], "content": all_of + "<image>"}]
+    messages = [{"role": evils[0], "content": joined + "<image>"}]
     images = [photo(600, 500)]
     examples = {r["uid"]: Example(r["uid"], "x", messages, images, "", {}) for r in records}
-    base = {"path": all_of, "accuracy": 0.5, "gained_uids": [records[0]["uid"]], "lost_uids": [all_of], "gained": 1}
-    summary = {"n": 3, "accuracy": 0.5, "path": all_of, "data": all_of, "checkpoint": all_of, "baselines": [base],
-               "reliance": {all_of: {"accuracy": 0.1}, "said": all_of}, "ended_by": {all_of: 1.0},
-               f"by_{all_of}": {all_of: {"n": 1, "accuracy": 0.5}}}  # fmt: skip
-    curves = [Curve(all_of, "<svg viewBox='0 0 1 1'></svg>", all_of)]
-    facts = {f"{all_of}/{all_of}": 1.0}
-    more = {"curves": curves, "facts": facts, "others": {all_of: records}, "folder": folder}
-    return first_page(all_of, records, examples, summary=summary, **more), evils
+    base = {"path": joined, "accuracy": 0.5, "gained_uids": [records[0]["uid"]], "lost_uids": [joined], "gained": 1}
+    summary = {"n": 3, "accuracy": 0.5, "path": joined, "data": joined, "checkpoint": joined, "baselines": [base],
+               "reliance": {joined: {"accuracy": 0.1}, "said": joined}, "ended_by": {joined: 1.0},
+               f"by_{joined}": {joined: {"n": 1, "accuracy": 0.5}}}  # fmt: skip
+    curves = [make_curve(joined, joined), *run_curves([{"step": 1, f"reward/{evils[0]}": 0.5, f"my/{joined}": 0.5}])]
+    facts = {f"{joined}/{joined}": 1.0}
+    info = {"args": {"model": joined, "data": joined}, "command": joined, "git": joined, "changed_settings": evils}
+    overview = {"info": info, "scores": [], "rows": [{"step": 1}], "curves": curves}
+    content = ReportPage(joined, records, examples, summary, facts, {joined: records}, folder)
+    return next(P.pages(content, overview)), evils
 
 
-def test_page_shows_as_text_whatever_came_from_data_policy_or_reward(tmp_path):
-    page, evils = hostile_page("http://127.0.0.1:1", tmp_path / "images")
-    found = Tags(page)
-    ours = set("html head meta title style body header h1 h2 h3 p b i a dl dt dd div span section table caption thead "
-               "tbody tr th td figure figcaption svg details summary form button select option input output label kbd "
-               "main article ul li em small code defs image use dialog img script".split())  # fmt: skip
-    assert set(found.tags) <= ours | ELEMENTS and found.tags["script"] == found.tags["style"] == 1
-    assert not [name for name in found.attributes if name.split()[1].startswith("on")]
-    assert all(re.match(r"data:image/|images/[0-9a-f]{20}\.png$|#", address) for address in found.addresses)
+def test_all_text_from_data_policy_and_reward_is_escaped(tmp_path):
+    page, evils = make_hostile_page("http://127.0.0.1:1", tmp_path / "images")
+    parsed = ParsedPage(page)
+    allowed = set(
+        "html head meta title style body header h1 h2 h3 p b i a dl dt dd div span section table caption thead "
+        "tbody tr th td figure figcaption svg details summary form button select option input output label kbd "
+        "main article ul li em small code dialog img script g path text polyline polygon".split()
+    )
+    assert set(parsed.tags) <= allowed | ELEMENTS and parsed.tags["script"] == parsed.tags["style"] == 1
+    assert not [name for name in parsed.attributes if name.split()[1].startswith("on")]
+    assert all(re.match(r"data:image/|images/[0-9a-f]{20}\.png$|#", address) for address in parsed.addresses)
     for evil in evils:
-        assert evil in found.text, evil
+        assert evil in parsed.text, evil
     uids = re.findall(r"<h3 id=t\d+><a[^>]*>.*?</a> <b>(.*?)</b>", page)
     assert [html.unescape(x) for x in uids] == [f"{i}{evil}" for i, evil in enumerate(evils)]
 
@@ -577,7 +608,7 @@ FIELDS = ["title", "uid", "text", "truth", "role", "content", "reward", "group",
 
 @pytest.mark.parametrize("evil", ["<script>window.hit = 1</script>", "{{ 7*7 }}{% raw %}", "</script><b>", "'\"><img>"])
 def test_each_field_is_shown_as_it_is(evil):
-    """No field is HTML, and none is a template."""
+    """No field is interpreted as HTML or as a template."""
     x = {name: f"{name}:{evil}" for name in FIELDS}
     messages = [{"role": x["role"], "content": x["text"]}]
     episode = sample(x["text"], turns=1, ended_by=x["ended_by"], messages=messages)
@@ -585,17 +616,17 @@ def test_each_field_is_shown_as_it_is(evil):
     groups = {x["group"]: x["value"]}
     records = [record(x["uid"], episode, ground_truth=x["truth"], groups=groups, task=x["task"], answer_type=x["type"]),
                record("b", sample(x["text"]))]  # fmt: skip
-    examples = {r["uid"]: asked(r["uid"], x["content"]) for r in records}
+    examples = {r["uid"]: make_example(r["uid"], x["content"]) for r in records}
     base = {"path": x["baseline"], "accuracy": 0.5, "gained_uids": [], "lost_uids": []}
     summary = {"accuracy": 0.5, "checkpoint": x["checkpoint"], "baselines": [base]}
     summary |= {"reliance": {x["kind"]: {"accuracy": 0.1}, "said": x["said"]}, f"by_{x['column']}": {x["value"]: {}}}
-    more = {"summary": summary, "facts": {x["metric"]: 1.0}, "others": {x["label"]: records}}
-    page = first_page(x["title"], records, examples, [Curve(x["curve"], "<svg></svg>", x["note"])], **more)
-    found = Tags(page)
+    options = {"summary": summary, "facts": {x["metric"]: 1.0}, "others": {x["label"]: records}}
+    page = first_page(x["title"], records, examples, [make_curve(x["curve"], x["note"])], **options)
+    parsed = ParsedPage(page)
     for name, value in x.items():
         value = value.partition("/")[2] if name == "metric" and "/" in value else value
-        assert value.replace("_", " ") in found.text or value in found.text, name
-    assert found.tags["script"] == 1 and "49" not in found.text and "img" not in found.tags
+        assert value.replace("_", " ") in parsed.text or value in parsed.text, name
+    assert parsed.tags["script"] == 1 and "49" not in parsed.text and "img" not in parsed.tags
 
 
 def test_the_process_that_writes_pages_does_not_import_torch():
@@ -603,8 +634,8 @@ def test_the_process_that_writes_pages_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_templates_trust_nothing():
-    """What is not escaped is made by page.py: `Markup` of style, script, curves and formulas."""
+def test_templates_escape_everything():
+    """Only the `Markup` that the page's code makes is not escaped: style, script and formulas."""
     templates = "".join(path.read_text() for path in sorted(P.TEMPLATES.glob("*.html")))
     assert "|safe" not in templates.replace(" ", "") and "autoescape" not in templates and len(templates) > 5000
 
@@ -617,13 +648,13 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture
-def opened(browser, tmp_path):
-    """opened(page, hash, more) -> the browser, with the page open."""
+def open_page(browser, tmp_path):
+    """Return open_page(page, fragment, **options), which opens a page and returns the browser."""
 
-    def show(page, fragment="", **more):
+    def show(page, fragment="", **options):
         file = tmp_path / "report.html"
         file.write_text(page)
-        browser.open(f"{file.as_uri()}{fragment}", **more)
+        browser.open(f"{file.as_uri()}{fragment}", **options)
         return browser
 
     yield show
@@ -653,24 +684,24 @@ def canary():
 
 
 @needs_browser
-def test_a_hostile_page_runs_and_fetches_nothing(opened, canary, tmp_path):
-    page, evils = hostile_page(f"http://127.0.0.1:{canary.server_port}", tmp_path / "images")
-    browser = opened(page)
+def test_a_hostile_page_runs_and_fetches_nothing(open_page, canary, tmp_path):
+    page, evils = make_hostile_page(f"http://127.0.0.1:{canary.server_port}", tmp_path / "images")
+    browser = open_page(page)
     browser.evaluate("document.querySelectorAll('details').forEach((x) => x.open = true)")
     browser.press(*"j" * len(evils))
     browser.press("t", "s", "t", "/")
     browser.press("Escape")
     browser.evaluate("new Promise((done) => setTimeout(done, 300))")
     assert browser.evaluate("typeof window.hit") == "undefined" and not browser.errors
-    asked_for = [url for url in browser.requests if not url.startswith("data:")]
-    assert asked_for == [(tmp_path / "report.html").as_uri()] and canary.hits == []
+    requests = [url for url in browser.requests if not url.startswith("data:")]
+    assert requests == [(tmp_path / "report.html").as_uri()] and canary.hits == []
     text = browser.evaluate("document.body.textContent")
     assert all(evil in text for evil in evils)
-    # the guard itself: what the page's policy lets through, had something not been escaped
+    # even without escaping, the page's content security policy blocks requests
     browser.evaluate(f"document.body.append(Object.assign(new Image(), {{src: '{canary.server_port}'}}))")
     code = f"fetch('http://127.0.0.1:{canary.server_port}/').then(() => 1, () => 0)"
     assert browser.evaluate(code) == 0 and canary.hits == []
-    browser.errors.clear()  # of these two
+    browser.errors.clear()  # the policy's reports of the two blocked requests
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -694,8 +725,8 @@ SHOWN = {
 
 
 @needs_browser
-def test_filters_show_what_they_say(opened):
-    browser = opened(page_of(MIXED, summary=MIXED_SUMMARY))
+def test_filters_show_the_right_prompts(open_page):
+    browser = open_page(render_page(MIXED, summary=MIXED_SUMMARY))
     counts = browser.evaluate("[...document.querySelectorAll('#bar .count')].map((x) => x.textContent)")
     assert counts == [str(len(uids)) for uids in SHOWN.values()]
     for key, uids in SHOWN.items():
@@ -721,8 +752,8 @@ def choose(browser, name, value):
 
 
 @needs_browser
-def test_selects_search_and_order(opened):
-    browser = opened(page_of(MIXED, summary=MIXED_SUMMARY))
+def test_selects_search_and_order(open_page):
+    browser = open_page(render_page(MIXED, summary=MIXED_SUMMARY))
     choose(browser, "by.level", "1")
     assert browser.evaluate(VISIBLE) == ["mixed", "lost"]
     browser.press("w")
@@ -737,19 +768,19 @@ def test_selects_search_and_order(opened):
     for order, first in (("tokens", ["cut", "wrong"]), ("reward", ["wrong", "cut"]), ("spread", ["mixed", "right"])):
         choose(browser, "sort", order)
         assert browser.evaluate(VISIBLE)[:2] == first, order
-    browser.press("s")  # the order after the last
+    browser.press("s")  # back to the first order
     assert browser.evaluate(VISIBLE) == SHOWN["a"]
-    browser.press("/", *"Words")  # letters that are keys elsewhere
-    waited = f"new Promise((done) => setTimeout(() => done({VISIBLE}), 400))"
-    assert browser.evaluate(waited) == ["wrong"]
+    browser.press("/", *"Words")  # in the search field, letters are not shortcuts
+    visible_later = f"new Promise((done) => setTimeout(() => done({VISIBLE}), 400))"
+    assert browser.evaluate(visible_later) == ["wrong"]
     browser.press("Escape", "r")
     assert browser.evaluate(VISIBLE) == []
-    browser.press("j", "k", "o")  # with nothing to go to
+    browser.press("j", "k", "o")  # no error if no prompt is visible
 
 
 @needs_browser
-def test_state_is_in_the_address(opened):
-    browser = opened(page_of(MIXED, summary=MIXED_SUMMARY))
+def test_state_is_in_the_address(open_page):
+    browser = open_page(render_page(MIXED, summary=MIXED_SUMMARY))
     browser.press("w", "s", "/", *"a b")
     browser.evaluate("new Promise((done) => setTimeout(done, 400))")
     browser.press("Escape")
@@ -765,17 +796,17 @@ def test_state_is_in_the_address(opened):
     )
     assert browser.evaluate("document.querySelector('[aria-pressed=true]').dataset.show") == "wrong"
     for unknown in ("#show=nothing&by.level=9&sort=constructor", "#%", "#p999", "#p1'", "#show=constructor"):
-        browser = opened(page_of(MIXED, summary=MIXED_SUMMARY), unknown)
+        browser = open_page(render_page(MIXED, summary=MIXED_SUMMARY), unknown)
         assert browser.evaluate(VISIBLE) == SHOWN["a"], unknown
-    browser = opened(page_of(MIXED, summary=MIXED_SUMMARY), "#p2")
+    browser = open_page(render_page(MIXED, summary=MIXED_SUMMARY), "#p2")
     assert browser.evaluate(CURRENT) == "mixed"
 
 
 @needs_browser
-def test_a_group_may_have_the_name_of_another_part_of_the_state(opened):
+def test_a_group_may_have_the_name_of_another_part_of_the_state(open_page):
     names = ("show", "sort", "q", "order", "__proto__", "task")
     records = [record(str(i), groups={name: f"{name}{i}" for name in names}) for i in range(3)]
-    browser = opened(page_of(records))
+    browser = open_page(render_page(records))
     for name in names:
         choose(browser, f"by.{name}", f"{name}1")
     assert browser.evaluate(VISIBLE) == ["1"]
@@ -786,14 +817,14 @@ def test_a_group_may_have_the_name_of_another_part_of_the_state(opened):
 
 
 @needs_browser
-def test_keys_go_through_the_prompts(opened):
-    browser = opened(page_of(MIXED, summary=MIXED_SUMMARY))
+def test_shortcuts_move_through_the_prompts(open_page):
+    browser = open_page(render_page(MIXED, summary=MIXED_SUMMARY))
     assert browser.evaluate(CURRENT) is None
-    seen = []
+    current = []
     for key in "jjkw":
         browser.press(key)
-        seen.append(browser.evaluate(CURRENT))
-    assert seen == ["right", "wrong", "right", "right"]
+        current.append(browser.evaluate(CURRENT))
+    assert current == ["right", "wrong", "right", "right"]
     browser.press("j")
     assert browser.evaluate(CURRENT) in SHOWN["w"]
     browser.press(*"jjjjjjj")
@@ -802,7 +833,7 @@ def test_keys_go_through_the_prompts(opened):
     assert browser.evaluate(CURRENT) == "wrong"
     browser.press("?")
     assert browser.evaluate("document.getElementById('keys').open")
-    browser.press("r")  # while the list of keys is open, they do nothing
+    browser.press("r")  # shortcuts do nothing while the list of keys is open
     assert browser.evaluate(VISIBLE) == SHOWN["w"]
     browser.press("Escape")
     assert not browser.evaluate("document.getElementById('keys').open")
@@ -813,10 +844,10 @@ def test_keys_go_through_the_prompts(opened):
 
 @needs_browser
 @pytest.mark.parametrize("key", ["o", "Enter", "click"])
-def test_an_image_opens_in_full_size(opened, tmp_path, key):
+def test_an_image_opens_in_full_size(open_page, tmp_path, key):
     image = photo(900, 600)
-    page = page_of([record("a"), record("b")], images=[image], folder=tmp_path / "the images #1")
-    browser = opened(page)
+    page = render_page([record("a"), record("b")], images=[image], folder=tmp_path / "the images #1")
+    browser = open_page(page)
     browser.press("j")
     (file,) = (tmp_path / "the images #1").iterdir()
     browser.click("a.full") if key == "click" else browser.press(key)
@@ -827,9 +858,43 @@ def test_an_image_opens_in_full_size(opened, tmp_path, key):
     assert file.as_uri() in browser.tabs() and file.read_bytes() == image
 
 
+HOVER = """((name, x) => {{
+    const svg = document.querySelector('figure svg'), box = svg.getBoundingClientRect();
+    const at = box.left + box.width * (44 + 400 * x) / 452;
+    svg.dispatchEvent(new PointerEvent(name, {{clientX: at, clientY: box.top + 20}}));
+    return document.querySelector('figure').innerText; }})({}, {})"""
+END = "document.querySelector('figure polyline.dot:nth-last-of-type({})').getAttribute('points').split(/[ ,]/)[0]"
+
+
 @needs_browser
-def test_formulas_can_be_seen_as_they_were_written(opened):
-    browser = opened(page_of([record("a", sample(r"so $\frac{1}{2}$ it is"))]))
+def test_curves_show_the_values_at_the_pointer_and_offer_other_x_axes(open_page, tmp_path):
+    """Half of the tokens are sampled in the last of four steps."""
+    rows = [{"step": 0, "eval/accuracy": 0.25, "time/eval": 60.0}]
+    rows += [{"step": n, "reward/mean": n / 8, "rollout/tokens": 3.0 if n == 4 else 1.0, "time/step": 60.0}
+             for n in range(1, 5)]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    P.write_run_page(tmp_path, None)
+    browser = open_page((tmp_path / "report.html").read_text(), dark=True)
+    assert "0.5" in browser.evaluate("document.querySelector('.legend').innerText")  # the newest value
+    text = browser.evaluate(HOVER.format("'pointermove'", 0.55))
+    assert "step 2" in text and "mean 0.25" in text
+    assert "mean 0.5" in browser.evaluate(HOVER.format("'pointerleave'", 0.5))
+    places = {}
+    for axis in ("sampled tokens", "minutes of steps and evaluations", "step"):
+        choose(browser, "x axis", axis)
+        places[axis] = [float(browser.evaluate(END.format(n))) for n in (2, 1)]
+        labels = browser.evaluate("[...document.querySelectorAll('figure .x text')].map((x) => x.textContent)")
+        assert labels[:2] == ["0", "2" if axis == "sampled tokens" else "1"]
+    assert places == {"sampled tokens": [0.5, 1], "minutes of steps and evaluations": [0.8, 1], "step": [0.75, 1]}
+    choose(browser, "x axis", "sampled tokens")
+    assert "step 3" in browser.evaluate(HOVER.format("'pointermove'", 0.5))
+    background = "getComputedStyle(document.querySelector('figure')).backgroundColor"
+    assert browser.evaluate(background) == "rgb(26, 32, 40)"  # and the plot has none of its own
+
+
+@needs_browser
+def test_formulas_can_be_shown_as_source(open_page):
+    browser = open_page(render_page([record("a", sample(r"so $\frac{1}{2}$ it is"))]))
     height = "document.querySelector('.responses math')?.getBoundingClientRect().height"
     shown = browser.evaluate("document.querySelector('.responses').innerText")
     assert browser.evaluate(height) > 15 and "frac" not in shown
@@ -840,28 +905,28 @@ def test_formulas_can_be_seen_as_they_were_written(opened):
 
 
 @needs_browser
-def test_a_narrow_page_does_not_scroll_sideways(opened, tmp_path):
+def test_a_narrow_page_does_not_scroll_sideways(open_page, tmp_path):
     wide = [
         record("u" * 200, sample("w" * 3000 + r" $\frac{1}{2}" + "+ x" * 200 + "$"), groups={"g": "v" * 200}),
         record("b"),
     ]
-    page = page_of(wide, title="t" * 200, summary=EVERYTHING, images=[photo(700, 300)], folder=tmp_path / "i")
-    browser = opened(page, width=400)
+    page = render_page(wide, title="t" * 200, summary=EVERYTHING, images=[photo(700, 300)], folder=tmp_path / "i")
+    browser = open_page(page, width=400)
     assert browser.evaluate("document.documentElement.scrollWidth") <= 400
 
 
 @needs_browser
-def test_a_page_without_prompts_opens(opened):
-    assert opened(first_page("T", [], {})).evaluate("document.querySelector('h1').innerText") == "T"
+def test_a_page_without_prompts_opens(open_page):
+    assert open_page(first_page("T", [], {})).evaluate("document.querySelector('h1').innerText") == "T"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A page of the largest size
+# The largest page
 
 
 @functools.cache
-def bands(n=24):
-    """Pieces of the entropy-coded data of a few JPEG files of 12 megapixels, cut at restart markers, and the header."""
+def make_jpeg_pieces(n=24):
+    """Return the header of 12-megapixel JPEG files, and the entropy-coded data of n files, cut at restart markers."""
     pieces = []
     for seed in range(n):
         noise = Image.frombytes("RGB", (80, 60), random.Random(seed).randbytes(3 * 80 * 60))
@@ -875,7 +940,8 @@ def bands(n=24):
 
 
 class Photos:
-    """The images of a prompt, a distinct photo of 4000 x 3000 pixels, made when it is asked for: rows of the others."""
+    """The image of a prompt: a photo of 4000 x 3000 pixels for each seed. It is made of rows of other photos when it is
+    read."""
 
     def __init__(self, seed):
         self.seed = seed
@@ -887,7 +953,7 @@ class Photos:
         yield self[0]
 
     def __getitem__(self, _):
-        head, pieces = bands()
+        head, pieces = make_jpeg_pieces()
         dice = random.Random(self.seed)
         rows = [dice.choice(pieces)[i] for i in range(len(pieces[0]))]
         body = b"".join(row + bytes([0xFF, 0xD0 + i % 8]) for i, row in enumerate(rows[:-1]))
@@ -896,7 +962,7 @@ class Photos:
 
 @needs_browser
 @pytest.mark.slow
-def test_a_page_of_a_thousand_photos_is_light_and_quick(opened, tmp_path, n=1000, photos=250):
+def test_pages_of_a_thousand_photos_are_small_and_fast(open_page, tmp_path, n=1000, photos=250):
     words = "so the angle at B is $x^{2} + 3x = \\frac{180 - 40}{2}$ degrees and AB = 12 which gives ".split(" ")
     records, examples = [], {}
     for i in range(n):
@@ -910,22 +976,23 @@ def test_a_page_of_a_thousand_photos_is_light_and_quick(opened, tmp_path, n=1000
             f"u{i}", "t", [{"role": "user", "content": "<image>Find $x$."}], Photos(i % photos), "70", {}
         )
     assert Image.open(io.BytesIO(Photos(1)[0])).size == (4000, 3000)
-    shown = ReportPage("T", records, examples, {"n": n, "samples": 8, "accuracy": 0.6})
+    report_page = ReportPage("T", records, examples, {"n": n, "samples": 8, "accuracy": 0.6})
     start = time.perf_counter()
-    P.write_pages(tmp_path / "report.html", shown)
-    took = time.perf_counter() - start
+    P.write_pages(tmp_path / "report.html", report_page)
+    write_seconds = time.perf_counter() - start
     files = sorted(tmp_path.glob("report*.html"))
-    weight = max(file.stat().st_size for file in files) / 1e6
+    megabytes = max(file.stat().st_size for file in files) / 1e6
     page = (tmp_path / "report.html").read_text()
-    browser = opened("<!doctype html><title>x</title>")  # a tab that is open already
+    browser = open_page("<!doctype html><title>x</title>")  # a tab that is open already
     (tmp_path / "report.html").write_text(page)
     start = time.perf_counter()
     browser.go("Page.navigate", url=(tmp_path / "report.html").as_uri() + "?")
-    loaded = time.perf_counter() - start
+    load_seconds = time.perf_counter() - start
     browser.press("d")
     visible = browser.evaluate("document.querySelectorAll('.card:not([hidden])').length")
-    ready = time.perf_counter() - start
-    print(f"{n} prompts: {weight:.1f} MB a page, written {took:.1f} s, loaded {loaded:.2f} s, first key {ready:.2f} s")
-    assert page.count("<article") == 200 == len(Tags(page).images) and len(files) == 5
-    assert weight <= 20 and 0 < visible < 200
-    assert ready <= 2, "seconds from the address to the first filter"
+    filter_seconds = time.perf_counter() - start
+    print(f"{n} prompts: {megabytes:.1f} MB per page, written in {write_seconds:.1f} s, "
+          f"loaded in {load_seconds:.2f} s, first filter after {filter_seconds:.2f} s")  # fmt: skip
+    assert page.count("<article") == 200 == len(ParsedPage(page).images) and len(files) == 5
+    assert megabytes <= 20 and 0 < visible < 200
+    assert filter_seconds <= 2, "seconds from navigation to the first filter"

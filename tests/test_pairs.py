@@ -1,4 +1,4 @@
-"""Tests of tasks/pairs.py: statements about two images, and which of several images is asked for."""
+"""Tests of tasks/pairs.py: statements about two images, and questions whose answer is one or more of the images."""
 
 import io
 import json
@@ -24,13 +24,13 @@ def row(truth, n=2, prompt=PROMPT):
     return SimpleNamespace(ground_truth=truth, images=[b""] * n, uid="row-7", extra={}, messages=messages)
 
 
-def named(text, n=2):
-    """1-based, as a user counts."""
-    found = pairs.images_named(text, n)
-    return None if found is None else sorted(i + 1 for i in found)
+def named_images(text, n=2):
+    """Return the numbers, from 1, of the images that a text names, or None."""
+    indices = pairs.images_named(text, n)
+    return None if indices is None else sorted(i + 1 for i in indices)
 
 
-# --- which image ------------------------------------------------------------------------------------------------------
+# --- questions about which image --------------------------------------------------------------------------------------
 
 NAMES = {  # number of images -> answers -> images
     2: {
@@ -58,34 +58,34 @@ NAMES = {  # number of images -> answers -> images
     4: {"leftmost ; first ; a": [1], "rightmost ; last ; 4 ; fourth ; d": [4],
         "left ; right ; middle ; 5 ; 4 images": None},
 }  # fmt: skip
-NAMED = [(n, answer.strip(), wanted) for n, table in NAMES.items() for key, wanted in table.items()
+NAMED = [(n, answer.strip(), expected) for n, table in NAMES.items() for key, expected in table.items()
          for answer in key.split(" ; ")]  # fmt: skip
 
 
-def test_words_of_the_question_may_stand_around_a_name():
-    asked = "<image><image>Which image shows a larger red dog? " + pairs.WHICH_INSTRUCTION
-    for answer, wanted in (
+def test_words_of_the_question_may_surround_a_name():
+    question = "<image><image>Which image shows a larger red dog? " + pairs.WHICH_INSTRUCTION
+    for answer, expected in (
         ("Image 2 shows a larger red dog.", 1), ("It's image 2.", 1), ("The red dog on the right is larger.", 1),
         ("Image 2 does not show a larger red dog.", 0), ("Image 2 shows a smaller dog.", 0), ("2 is larger than 1", 0),
         ("The red dog is larger.", 0), ("Image 1 or image 2 shows a red dog.", 0), ("Image 1 shows a red dog.", 0),
     ):  # fmt: skip
-        assert pairs.which_image(answer, row("2", prompt=asked), "stop")["accuracy"] == wanted, answer
+        assert pairs.which_image(answer, row("2", prompt=question), "stop")["accuracy"] == expected, answer
     assert pairs.which_image("\\boxed{2}<|im_end|>\\boxed{2}", row("2"), "stop")["accuracy"] == 0
 
 
 @pytest.mark.parametrize("answer", ["no one but 2", "no one or 1", "No one, 2", "no one knows", "no one except 1"])
-def test_what_follows_no_one_is_read(answer):
+def test_words_after_no_one_are_not_ignored(answer):
     assert pairs.which_image(f"\\boxed{{{answer}}}", row("none"), "stop")["accuracy"] == 0
 
 
-@pytest.mark.parametrize("n, answer, wanted", NAMED)
-def test_answers_that_name_images(n, answer, wanted):
+@pytest.mark.parametrize("n, answer, expected", NAMED)
+def test_answers_that_name_images(n, answer, expected):
     if answer in ("all three", "all two"):
-        wanted = wanted and None  # says more than a name does: refused
-    assert named(answer, n) == wanted
+        expected = expected and None  # a count, which is refused
+    assert named_images(answer, n) == expected
 
 
-def test_each_image_is_judged_by_itself():
+def test_each_image_is_graded_separately():
     assert pairs.which_image("\\boxed{2}", row("2"), "stop") == {
         "accuracy": 1.0, "format": 1.0, "reward": 1.0, "images": [1.0, 1.0],
     }  # fmt: skip
@@ -122,40 +122,40 @@ NEITHER += ["The left image has two dogs.", "true and false", "maybe true", "tru
 
 
 def test_statements():
-    for answers, right in ((TRUE, (1, 0)), (FALSE, (0, 1)), (NEITHER, (0, 0))):
+    for answers, expected in ((TRUE, (1, 0)), (FALSE, (0, 1)), (NEITHER, (0, 0))):
         for answer in answers:
             earned = [pairs.nlvr2(answer, row(truth), "stop")["accuracy"] for truth in ("True", "False")]
-            assert tuple(earned) == right, answer
+            assert tuple(earned) == expected, answer
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def encoded(colour):
+def encode_image(colour):
     buffer = io.BytesIO()
     Image.new("RGB", (30, 30), colour).save(buffer, format="PNG")
     return buffer.getvalue()
 
 
-LEFT, RIGHT = encoded((200, 0, 0)), encoded((0, 0, 200))
+LEFT, RIGHT = encode_image((200, 0, 0)), encode_image((0, 0, 200))
 NLVR2 = {"identifier": "dev-850-0-1", "sentence": "The left image is red.", "label": "True", "writer": "x"}
 
 
-def made(folder, file, **more):
-    make_file("nlvr2", ToyConfig(input=(str(file),), out=str(folder / "out.parquet"), split="val", **more))
+def convert(folder, file, **options):
+    make_file("nlvr2", ToyConfig(input=(str(file),), out=str(folder / "out.parquet"), split="val", **options))
     return read_examples(folder / "out.parquet", ConvertConfig(out=""))[0]
 
 
-def test_nlvr2s_own_layout(tmp_path):
+def test_the_original_layout_of_nlvr2(tmp_path):
     for i, data in enumerate((LEFT, RIGHT)):
         (tmp_path / f"dev-850-0-img{i}.png").write_bytes(data)
     (tmp_path / "dev.json").write_text("".join(json.dumps(line) + "\n" for line in (NLVR2, NLVR2 | {"label": "False"})))
-    one, other = made(tmp_path, tmp_path / "dev.json")
-    assert list(one.images) == [LEFT, RIGHT] and (one.data_source, one.extra["writer"]) == ("nlvr2", "x")
-    assert (one.ground_truth, other.ground_truth) == ("True", "False")
-    content = one.messages[-1]["content"]
+    first, second = convert(tmp_path, tmp_path / "dev.json")
+    assert list(first.images) == [LEFT, RIGHT] and (first.data_source, first.extra["writer"]) == ("nlvr2", "x")
+    assert (first.ground_truth, second.ground_truth) == ("True", "False")
+    content = first.messages[-1]["content"]
     assert content == f"<image><image>Statement: The left image is red. {pairs.INSTRUCTION}"
-    assert pairs.nlvr2("\\boxed{yes}", one, "stop")["reward"] == 1.0
+    assert pairs.nlvr2("\\boxed{yes}", first, "stop")["reward"] == 1.0
 
 
 def test_columns_of_images(tmp_path):
@@ -164,7 +164,7 @@ def test_columns_of_images(tmp_path):
     table[1] |= {side: table[0][side] for side in ("left_image", "right_image")}
     for i, (line, truth, source) in enumerate(zip(table, ("True", "right"), ("nlvr2", "which"), strict=True)):
         pq.write_table(pa.Table.from_pylist([line]), tmp_path / f"{i}.parquet")
-        (example,) = made(tmp_path, tmp_path / f"{i}.parquet")
+        (example,) = convert(tmp_path, tmp_path / f"{i}.parquet")
         assert list(example.images) == [LEFT, RIGHT]
         assert (example.ground_truth, example.data_source) == (truth, source)
     assert pairs.which_image("\\boxed{2}", example, "stop")["reward"] == 1.0
@@ -174,49 +174,49 @@ def test_columns_of_images(tmp_path):
     "change, reason",
     [({"label": "maybe"}, "expected True or False"), ({"label": None}, "no truth"), ({}, "no images: looked for")],
 )
-def test_rows_that_are_wrong_say_why(tmp_path, change, reason):
+def test_wrong_rows_are_refused_with_a_reason(tmp_path, change, reason):
     (tmp_path / "dev.json").write_text(json.dumps(NLVR2 | change))
     with pytest.raises(UserError, match=reason):
-        made(tmp_path, tmp_path / "dev.json")
+        convert(tmp_path, tmp_path / "dev.json")
 
 
-# --- toy, fuzz --------------------------------------------------------------------------------------------------------
+# --- toy data and random texts ----------------------------------------------------------------------------------------
 
 
-def test_toy_is_right_deterministic_and_its_splits_share_no_image(tmp_path):
+def test_toy_is_correct_deterministic_and_its_splits_share_no_image(tmp_path):
     train, test = ([*pairs.toy(60, split, 0)] for split in ("train", "test"))
     assert train == [*pairs.toy(60, "train", 0)]
-    seen = [{image["bytes"] for line in lines for image in line["images"]} for lines in (train, test)]
-    assert not seen[0] & seen[1]
+    images_of_splits = [{image["bytes"] for line in lines for image in line["images"]} for lines in (train, test)]
+    assert not images_of_splits[0] & images_of_splits[1]
     sizes = Counter(len(line["images"]) for line in train + test)
     assert sizes[2] > 60 and set(sizes) == {2, 3, 4}
     source = pairs.scenes("train", 1)
     truths = Counter()
     for _ in range(200):
-        images, asked = next(source)
-        for kind, prompt, reply, truth in asked:
+        images, questions = next(source)
+        for kind, prompt, reply, truth in questions:
             grade = {"statement": pairs.nlvr2, "which": pairs.which_image}[kind]
             assert grade(reply, row(truth, len(images), prompt), "stop")["reward"] == 1.0
             assert prompt.count("<image>") == len(images)
             truths[truth] += 1
-            # an independent look: the colour named is that of the image's most frequent strong colour
+            # an independent check: the named colour is in the pixels of the right image
             colour = next(word for word in prompt.rstrip("?.").split() if word in pairs.COLOURS)
-            shown = [Image.open(io.BytesIO(image)).getcolors(10**6) for image in images]
-            has = [any(pixel == pairs.COLOURS[colour] for _, pixel in pixels) for pixels in shown]
+            image_colours = [Image.open(io.BytesIO(image)).getcolors(10**6) for image in images]
+            shows = [any(pixel == pairs.COLOURS[colour] for _, pixel in pixels) for pixels in image_colours]
             place = next((i for i, word in enumerate(pairs.ORDINALS) if f"the {word} image" in prompt), None)
-            assert has[place] == (truth == "True") if kind == "statement" else has.index(True) + 1 == int(truth)
+            assert shows[place] == (truth == "True") if kind == "statement" else shows.index(True) + 1 == int(truth)
     assert 70 < truths["True"] < 130
     make_file("pairs", ToyConfig(toy=True, n=10, out=str(tmp_path / "out.parquet")))
-    assert len(read_examples(tmp_path / "out.parquet", ConvertConfig(out=""))[0:]) > 0
+    assert len(read_examples(tmp_path / "out.parquet", ConvertConfig(out=""))[0]) > 0
 
 
-def test_ten_thousand_strings():
+def test_ten_thousand_random_texts():
     rng = random.Random(0)
     pieces = "1 2 3 image left right both none first \\boxed{ } <think> </think> and or , <|im_end|> ② ١ not".split()
     start = time.process_time()
     for i in range(10_000):
         text = rng.choice(["", " "]).join(rng.choices(pieces, k=rng.randint(0, 20)))
-        found = pairs.which_image(text, row("2", 2 + i % 3), "stop")
-        assert len(found["images"]) == 2 + i % 3 and found["accuracy"] in (0.0, 1.0)
+        rewards = pairs.which_image(text, row("2", 2 + i % 3), "stop")
+        assert len(rewards["images"]) == 2 + i % 3 and rewards["accuracy"] in (0.0, 1.0)
         pairs.nlvr2(text, row("True"), "stop")
     assert (time.process_time() - start) / 10_000 < 0.002

@@ -72,7 +72,7 @@ def run(*argv) -> None:
 
 
 def verl_row(i=0, **change) -> dict:
-    """A row as verl's geo3k preprocessing lays it out."""
+    """Return a row in the layout of verl's geo3k preprocessing."""
     row = {
         "data_source": "hiyouga/geometry3k",
         "prompt": [{"role": "user", "content": f"<image>Find x. {i}"}],
@@ -93,7 +93,7 @@ def read_examples(path, limit=None, **settings) -> tuple[list[Example], list[str
     return pd.read_examples(path, DataFormatConfig(**settings), limit)
 
 
-def message_of(path, **settings) -> str:
+def error_message(path, **settings) -> str:
     with pytest.raises(UserError) as e:
         read_examples(path, **settings)
     return str(e.value)
@@ -118,7 +118,7 @@ def test_geo3k_folders(tmp_path, capsys):
     assert e.images == [(GEO / "train/15/img_diagram.png").read_bytes()], "stored byte for byte"
     assert e.extra["answer_type"] == "surd" and e.extra["letter"] == "C" and e.extra["split"] == "train"
     assert e.extra["problem_type_graph"] == ["Triangle"] and e.extra["choices"][3] == "10"
-    assert [p.name for p in out.parent.iterdir()] == ["geo.parquet"], "no temporary file stays"
+    assert [p.name for p in out.parent.iterdir()] == ["geo.parquet"], "no temporary file is left"
 
 
 def test_output_is_deterministic_and_verl_shaped(tmp_path):
@@ -127,7 +127,7 @@ def test_output_is_deterministic_and_verl_shaped(tmp_path):
     run("geo3k", "--input", GEO / "train", "--out", b)  # the numbered folders directly
     assert a.read_bytes() == b.read_bytes()
     schema = pq.read_schema(a)
-    assert schema.names == ["data_source", "prompt", "images", "reward_model", "extra_info"]
+    assert schema.names == ["data_source", "prompt", "images", "videos", "reward_model", "extra_info"]
     assert str(schema.field("prompt").type) == "list<element: struct<role: string, content: string>>"
     assert str(schema.field("images").type) == "list<element: struct<bytes: binary, path: string>>"
     row = pq.read_table(a).to_pylist()[0]
@@ -149,10 +149,10 @@ def test_geo3k_wrong_split_and_damaged_problem(tmp_path, capsys):
         if name != "1":
             (tmp_path / "g" / name / "img_diagram.png").write_bytes(RED)
     run("geo3k", "--input", tmp_path / "g", "--out", tmp_path / "x.parquet", "--bad-rows", "skip")
-    said = capsys.readouterr().out
-    assert "wrote 2 rows" in said and "left out 2" in said
-    assert "g/1: image 0" in said and "img_diagram.png: No such file" in said
-    assert "g/3: data.json has no 'E', or its answer 'E' names no choice" in said
+    output = capsys.readouterr().out
+    assert "wrote 2 rows" in output and "left out 2" in output
+    assert "g/1: image 0" in output and "img_diagram.png: No such file" in output
+    assert "g/3: data.json has no 'E', or its answer 'E' names no choice" in output
     assert [e.extra["index"] for e in read_examples(tmp_path / "x.parquet")[0]] == [2, 10], "numeric order"
 
 
@@ -181,7 +181,7 @@ def test_geo3k_hub_shards(tmp_path):
 
 
 def test_geo3k_hub_id(tmp_path, monkeypatch):
-    import huggingface_hub as hub  # transformers needs it, so it is there
+    import huggingface_hub as hub  # a dependency of transformers, so it is installed
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -231,8 +231,8 @@ def test_shapes_are_drawn_by_their_task(tmp_path, monkeypatch):
     assert (tmp_path / "toy.parquet").read_bytes() == (tmp_path / "s.parquet").read_bytes()
 
 
-def test_a_task_file_makes_a_source(tmp_path, monkeypatch):
-    """As README promises of a file in tasks/: names, flags' defaults, instruction and rows come from it alone."""
+def test_a_task_file_adds_a_source(tmp_path, monkeypatch):
+    """As README promises, a file in tasks/ is enough: it gives the name, flag defaults, instruction and rows."""
 
     def toy(n, split, seed, drawn=True):
         for i in range(n):
@@ -274,7 +274,7 @@ def test_reads_easyr1_unchanged(tmp_path):
     assert examples[0].uid != examples[1].uid
 
 
-def test_relayout_of_parquet(tmp_path, capsys):
+def test_parquet_is_converted_to_our_layout(tmp_path, capsys):
     rows = [r | {"thumb": b"x", "level": i} for i, r in enumerate(hub_rows(2))]
     source, out = save(tmp_path / "easy.parquet", rows), tmp_path / "ours.parquet"
     keys = ("--prompt-key", "problem", "--answer-key", "answer")
@@ -282,7 +282,7 @@ def test_relayout_of_parquet(tmp_path, capsys):
     assert "left out the binary columns thumb" in capsys.readouterr().out
     e = read_examples(out)[0][1]
     assert (e.uid, e.images, e.extra["level"], e.extra["choices"]) == ("geo3k/val/easy/1", [RED], 1, ["1", "2"])
-    # verl keeps its own split, index and the rest
+    # a file in verl's layout keeps its own split, index and other fields
     truth = {"style": "rule", "ground_truth": "4", "tolerance": 0.1}
     run("parquet", "--input", save(tmp_path / "v.parquet", [verl_row(4)]), "--split", "test", "--out", out)
     e = read_examples(out)[0][0]
@@ -297,24 +297,24 @@ def test_directories_lists_globs_and_limit(tmp_path):
     for i in range(3):
         save(tmp_path / f"part-{i}.parquet", [verl_row(10 * i + j) for j in range(4)])
 
-    def order(path, **kw):
+    def read_indices(path, **kw):
         return [e.extra["index"] for e in read_examples(path, **kw)[0]]
 
     everything = [0, 1, 2, 3, 10, 11, 12, 13, 20, 21, 22, 23]
-    assert order(tmp_path) == everything
-    assert order(f"{tmp_path}/part-*.parquet") == everything
-    assert order(f"{tmp_path}/part-2.parquet,{tmp_path}/part-0.parquet") == [20, 21, 22, 23, 0, 1, 2, 3]
-    assert order([tmp_path / "part-1.parquet"], limit=3) == [10, 11, 12]
-    assert "part-0.parquet row 0" in message_of([tmp_path / "part-0.parquet"] * 2), "a shard given twice"
+    assert read_indices(tmp_path) == everything
+    assert read_indices(f"{tmp_path}/part-*.parquet") == everything
+    assert read_indices(f"{tmp_path}/part-2.parquet,{tmp_path}/part-0.parquet") == [20, 21, 22, 23, 0, 1, 2, 3]
+    assert read_indices([tmp_path / "part-1.parquet"], limit=3) == [10, 11, 12]
+    assert "part-0.parquet row 0" in error_message([tmp_path / "part-0.parquet"] * 2), "the same shard was passed twice"
     for nothing in ([], ","):
-        assert "--input is required" in message_of(nothing)
-    assert "no such file" in message_of(f"{tmp_path}/x*")
+        assert "--input is required" in error_message(nothing)
+    assert "no such file" in error_message(f"{tmp_path}/x*")
 
 
 def test_directory_of_mixed_splits_is_refused(tmp_path):
     save(tmp_path / "train-0.parquet", [verl_row(0)])
     save(tmp_path / "test-0.parquet", [verl_row(1)])
-    assert "shards of several splits (train, test)" in message_of(tmp_path)
+    assert "shards of several splits (train, test)" in error_message(tmp_path)
     assert len(read_examples(f"{tmp_path}/train*")[0]) == 1
 
 
@@ -333,9 +333,10 @@ def test_many_row_groups_and_batches(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"images": []}, "1 <image> placeholders in the prompt but 0 images; write one per"),
-        ({"images": [{"bytes": RED, "path": None}] * 2}, "1 <image> placeholders in the prompt but 2 images; write"),
-        ({"prompt": [{"role": "user", "content": "<image 2>"}]}, "<image 2> in the prompt, but the row has 1 images"),
+        ({"images": []}, "<image> placeholders in the prompt: 1; images: 0; write one per"),
+        ({"images": [{"bytes": RED, "path": None}] * 2}, "<image> placeholders in the prompt: 1; images: 2; write"),
+        ({"prompt": [{"role": "user", "content": "<image 2>"}]},
+         "<image 2> in the prompt, but the number of images in its row is 1"),
         ({"images": [{"bytes": None, "path": None}]}, "image 0 has neither bytes nor path"),
         ({"images": [{"bytes": None, "path": "gone.png"}]}, "gone.png: No such file or directory; relative paths star"),
         ({"images": [{"bytes": RED[:-30], "path": None}]}, f"image 0 ({len(RED) - 30} bytes) cannot be decoded: "),
@@ -354,7 +355,7 @@ def test_many_row_groups_and_batches(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_bad_rows_are_named_or_skipped(tmp_path, change, reason):
     path = save(tmp_path / "f.parquet", [verl_row(0), verl_row(1, **change), verl_row(2)])
-    message = message_of(path)
+    message = error_message(path)
     assert f"{path} row 1: " in message and reason in message
     assert "1 of 3 rows are bad (parquet rows count from 0)" in message and "--bad-rows skip" in message
     examples, left_out = read_examples(path, bad_rows="skip")
@@ -363,31 +364,43 @@ def test_bad_rows_are_named_or_skipped(tmp_path, change, reason):
 
 
 def test_many_bad_rows_are_counted_and_none_left_is_an_error(tmp_path):
-    path = save(tmp_path / "f.parquet", [verl_row(i, images=[]) for i in range(9)])
-    assert "9 of 9 rows are bad" in message_of(path) and "... and 4 more" in message_of(path)
-    assert "9 of 9 rows are bad" in message_of(path, bad_rows="skip")
+    path = save(tmp_path / "f.parquet", [verl_row(i, images=[{"bytes": b"x" * i}]) for i in range(9)])
+    assert "9 of 9 rows are bad" in error_message(path) and "... and 4 more" in error_message(path)
+    assert "9 of 9 rows are bad" in error_message(path, bad_rows="skip")
+
+
+def test_rows_that_are_bad_for_the_same_reason_share_a_line(tmp_path):
+    rows = [verl_row(i, data_source="mine" if i % 2 else "yours") for i in range(14)]
+    path = save(tmp_path / "f.parquet", [*rows, verl_row(14, images=[])])
+    with pytest.raises(UserError) as e:
+        pd.read_examples(path, DataFormatConfig(), check=Grader().check_examples)
+    first, yours, mine, placeholders, last = str(e.value).splitlines()
+    assert first == "15 of 15 rows are bad (parquet rows count from 0):" and last == "Fix them."
+    assert yours.startswith(f"  {path} rows 0, 2, 4, 6, 8 and 2 more: no reward for data_source 'yours' (task 'yours')")
+    assert mine.startswith(f"  {path} rows 1, 3, 5, 7, 9 and 2 more: no reward for data_source 'mine' (task 'mine')")
+    assert "pass your own reward with --reward FILE.py:FUNCTION" in mine
+    assert placeholders.startswith(f"  {path} row 14: <image> placeholders")
 
 
 def test_file_errors(tmp_path):
     path = save(tmp_path / "f.parquet", hub_rows(1))
-    message = message_of(path)
+    message = error_message(path)
     for part in (str(path), "no column 'prompt'", "images, problem, answer", "--prompt-key"):
         assert part in message
-    assert "'reward_model'" in message_of(path, prompt_key="problem")
-    assert "--answer-key" in message_of(path, prompt_key="problem")
-    message = message_of(path, prompt_key="problem", answer_key="answer", image_key="image")
+    assert "'reward_model'" in error_message(path, prompt_key="problem")
+    assert "--answer-key" in error_message(path, prompt_key="problem")
+    message = error_message(path, prompt_key="problem", answer_key="answer", image_key="image")
     assert "no column 'image'" in message and "--image-key" in message
-    assert "gone.parquet: no such file" in message_of(tmp_path / "gone.parquet")
+    assert "gone.parquet: no such file" in error_message(tmp_path / "gone.parquet")
     (tmp_path / "zero.parquet").write_bytes(b"")
-    assert "zero.parquet is not a parquet file, or is damaged: Parquet file size is 0" in message_of(
-        tmp_path / "zero.parquet"
-    )
+    message = error_message(tmp_path / "zero.parquet")
+    assert "zero.parquet is not a parquet file, or is damaged near row 0: Parquet file size is 0" in message
     (tmp_path / "text.parquet").write_text("hello" * 20)
-    assert "text.parquet is not a parquet file, or is damaged" in message_of(tmp_path / "text.parquet")
+    assert "text.parquet is not a parquet file, or is damaged" in error_message(tmp_path / "text.parquet")
     pq.write_table(pa.Table.from_pylist([verl_row(0)]).slice(0, 0), tmp_path / "none.parquet")
-    assert "none.parquet has no rows" in message_of(tmp_path / "none.parquet")
+    assert "none.parquet has no rows" in error_message(tmp_path / "none.parquet")
     (tmp_path / "empty").mkdir()
-    assert "empty: no such file or folder of parquet files" in message_of(tmp_path / "empty")
+    assert "empty: no such file or folder of parquet files" in error_message(tmp_path / "empty")
 
 
 def test_damaged_pages_name_the_file(tmp_path):
@@ -397,7 +410,7 @@ def test_damaged_pages_name_the_file(tmp_path):
     data = bytearray(path.read_bytes())
     data[4:400] = bytes(396)
     path.write_bytes(data)
-    assert f"{path} is not a parquet file, or is damaged near row 0" in message_of(path)
+    assert f"{path} is not a parquet file, or is damaged near row 0" in error_message(path)
 
 
 def test_text_only_file(tmp_path):
@@ -412,7 +425,7 @@ def test_structured_ground_truth_becomes_json(tmp_path):
     truth = read_examples(path, prompt_key="q", image_key="", answer_key="a")[0][0].ground_truth
     assert truth == '{"lat": 1.5, "name": "Köln"}'
     path = save(tmp_path / "t.parquet", [{"q": "where?", "a": float("nan")}])
-    assert "neither a string nor JSON" in message_of(path, prompt_key="q", image_key="", answer_key="a")
+    assert "neither a string nor JSON" in error_message(path, prompt_key="q", image_key="", answer_key="a")
 
 
 def test_none_fields_of_extra_are_dropped(tmp_path):
@@ -512,7 +525,7 @@ def test_decode_applies_exif_orientation():
     assert turned.getpixel((8, 4))[1] < 60 and turned.getpixel((8, 28))[1] > 200
 
 
-def test_damaged_images_raise_only_the_named_errors(monkeypatch):
+def test_damaged_images_raise_only_image_errors(monkeypatch):
     rng = np.random.default_rng(0)
     noise = Image.fromarray(rng.integers(0, 255, (24, 24, 3), dtype=np.uint8))
     refused = 0
@@ -558,7 +571,7 @@ def test_jsonl(tmp_path):
     assert c.extra["tags"] == {"k": [1]}
 
 
-def test_jsonl_own_keys_root_and_marks(tmp_path):
+def test_jsonl_with_custom_keys_and_image_root_but_no_placeholders(tmp_path):
     (tmp_path / "p").mkdir()
     (tmp_path / "p/a.png").write_bytes(RED)
     source = write_jsonl(tmp_path / "q.jsonl", [{"q": "same?", "pic": ["a.png", "a.png"], "gold": "yes"}])
@@ -592,12 +605,12 @@ def test_jsonl_bad_lines(tmp_path, capsys):
         assert text in str(e.value)
     run(*command, "--bad-rows", "skip")
     assert "count from 0" not in str(e.value), "lines count from 1"
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "wrote 1 row " in said
-        and "left out 8" in said
-        and said.count("left out: ") == 6
-        and "left out: ... and 3 more" in said
+        "wrote 1 row " in output
+        and "left out 8" in output
+        and output.count("left out: ") == 6
+        and "left out: ... and 3 more" in output
     )
     write_jsonl(tmp_path / "bad.jsonl", lines[1:])
     with pytest.raises(UserError, match=r"(?s)8 of 8 rows are bad.*line 1: not valid JSON.*\.\.\. and 3 more"):
@@ -618,7 +631,7 @@ def test_jsonl_bad_lines(tmp_path, capsys):
             run(*command)
 
 
-def test_mixed_extra_types_are_said_and_kept_as_text(tmp_path, capsys):
+def test_mixed_extra_types_are_reported_and_stored_as_text(tmp_path, capsys):
     rows = [{"prompt": "a?", "answer": "1", "id": i, "none": {}} for i in (1, "two")]
     source = write_jsonl(tmp_path / "q.jsonl", rows)
     run("jsonl", "--input", source, "--image-key", "", "--data-source", "t", "--out", tmp_path / "o.parquet")
@@ -668,7 +681,7 @@ def test_csv(tmp_path):
     (tmp_path / "b.png").write_bytes(BLUE)
     source = tmp_path / "q.csv"
     big = base64.b64encode(encode(Image.fromarray(np.random.default_rng(0).integers(0, 255, (250, 250, 3), np.uint8))))
-    assert len(big) > 131072, "longer than csv's own limit"
+    assert len(big) > 131072, "the cell must be longer than csv's default limit"
     with open(source, "w", newline="", encoding="utf-8-sig") as f:
         writer = csv.writer(f)
         writer.writerows([
@@ -709,7 +722,7 @@ def server():
                 self.send_response(302)
                 self.send_header("Location", self.path.partition("?")[2] or self.path)
                 return self.end_headers()
-            if self.path == "/header.png":  # each byte in time, the whole never
+            if self.path == "/header.png":  # every byte arrives within the timeout, but the headers never end
                 try:
                     for byte in b"HTTP/1.0 200 OK\r\n" + b"X: " + b"a" * 100:
                         self.wfile.write(bytes([byte]))
@@ -768,14 +781,14 @@ def test_url_failures(tmp_path, server, name, flags, reason, tries):
     with pytest.raises(ValueError, match=f"q.jsonl line 1: image 0 .*{reason}"):
         run("jsonl", "--input", source, "--data-source", "t", "--out", tmp_path / "o.parquet", "--url-private", *flags)
     assert hits.count(f"/{name}.png") == tries and time.monotonic() - started < 2.0, (
-        "the deadline is of the whole fetch"
+        "the timeout covers the whole fetch"
     )
     while [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]:
-        assert time.monotonic() - started < 2.0, "a thread that was left behind goes on reading"
+        assert time.monotonic() - started < 2.0, "an abandoned thread is still reading"
         time.sleep(0.01)
 
 
-def test_a_url_of_any_form_is_its_own_rows_problem(tmp_path, server, capsys):
+def test_a_malformed_url_only_fails_its_own_row(tmp_path, server, capsys):
     url, _ = server
     port = url.rpartition(":")[2]
     urls = {
@@ -807,36 +820,36 @@ def test_private_addresses_are_refused_at_every_hop(tmp_path, server, monkeypatc
     ):
         with pytest.raises(UserError, match=r"not public \(pass --url-private to allow it"):
             fetch(u, tries=1)
-    inside = ("10.0.0.1", "169.254.169.254", "::1", "fe80::1", "100.64.0.1", "2002:7f00:1::", "224.0.0.1", "0.0.0.0")
-    inside += ("64:ff9b::7f00:1", "64:ff9b:1::808:808", "::7f00:1", "::808:808", "::ffff:0:7f00:1", "::ffff:10.0.0.1")
-    inside += ("2001:0:808:808::80ff:fffe", "5f00::1", "fec0::1")
-    assert not [ip for ip in inside if is_public(ip)]
-    outside = ("8.8.8.8", "2606:4700::1111", "64:ff9b::808:808", "::ffff:8.8.8.8", "2002:808:808::")
-    assert all(map(is_public, outside))
-    # 127.0.0.1 stands for the internet, 127.0.0.2 for the inside
+    private = ("10.0.0.1", "169.254.169.254", "::1", "fe80::1", "100.64.0.1", "2002:7f00:1::", "224.0.0.1", "0.0.0.0")
+    private += ("64:ff9b::7f00:1", "64:ff9b:1::808:808", "::7f00:1", "::808:808", "::ffff:0:7f00:1", "::ffff:10.0.0.1")
+    private += ("2001:0:808:808::80ff:fffe", "5f00::1", "fec0::1")
+    assert not [ip for ip in private if is_public(ip)]
+    public = ("8.8.8.8", "2606:4700::1111", "64:ff9b::808:808", "::ffff:8.8.8.8", "2002:808:808::")
+    assert all(map(is_public, public))
+    # Here 127.0.0.1 stands for a public host and 127.0.0.2 for a private one
     monkeypatch.setattr(fetching, "is_public", lambda ip: ip == "127.0.0.1")
-    inside = url.replace("127.0.0.1", "127.0.0.2")
+    private = url.replace("127.0.0.1", "127.0.0.2")
     assert fetch(f"{url}/to?{url}/public.png") == RED
     with pytest.raises(UserError, match="127.0.0.2 resolves to 127.0.0.2, which is not public"):
-        fetch(f"{url}/to?{inside}/private.png")
+        fetch(f"{url}/to?{private}/private.png")
     assert "/private.png" not in hits and "/public.png" in hits
-    asked, real = [], fetching.socket.getaddrinfo
+    calls, original = [], fetching.socket.getaddrinfo
 
     def rebinding(host, *args, **kw):
         if host == "rebind.test":
-            asked.append(host)
-            host = "127.0.0.1" if len(asked) == 1 else "127.0.0.2"
-        return real(host, *args, **kw)
+            calls.append(host)
+            host = "127.0.0.1" if len(calls) == 1 else "127.0.0.2"
+        return original(host, *args, **kw)
 
     monkeypatch.setattr(fetching.socket, "getaddrinfo", rebinding)
-    assert fetch(url.replace("127.0.0.1", "rebind.test") + "/ok.png") == RED and len(asked) == 1, (
-        "checked, then used"
+    assert fetch(url.replace("127.0.0.1", "rebind.test") + "/ok.png") == RED and len(calls) == 1, (
+        "the address that was checked is the one that is used"
     )
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_private_proxy_opens_no_way_to_private_hosts(scheme, server, monkeypatch):
-    """The proxy is this host's server: it answers GET with an image, and CONNECT with an error."""
+def test_a_private_proxy_gives_no_access_to_private_hosts(scheme, server, monkeypatch):
+    """The proxy is the `server` fixture, which answers GET with an image and CONNECT with an error."""
     url, hits = server
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, url)
@@ -847,15 +860,15 @@ def test_a_private_proxy_opens_no_way_to_private_hosts(scheme, server, monkeypat
         with pytest.raises(UserError, match=r"not public \(pass --url-private to allow it"):
             fetch(f"{scheme}://{host}/behind.png", tries=1)
     assert not [path for path in hits if "behind" in path]
-    if scheme == "http":  # what the proxy itself looks up, or is public, still goes through it
+    if scheme == "http":  # hosts that the proxy resolves itself, and public addresses, still go through it
         assert fetch("http://images.example/x.png", tries=1) == RED and hits[-1] == "http://images.example/x.png"
         assert fetch("http://8.8.8.8/x.png", tries=1) == RED
     else:
         with pytest.raises(UserError, match="Tunnel connection failed: 501"):
             fetch("https://images.example/x.png", tries=1)
-    monkeypatch.setenv("no_proxy", "direct.test")  # not by the proxy: looked up here, and checked
-    place = socket.getaddrinfo("127.0.0.1", 80, type=socket.SOCK_STREAM)
-    monkeypatch.setattr(fetching.socket, "getaddrinfo", lambda *of, **more: place)
+    monkeypatch.setenv("no_proxy", "direct.test")  # not proxied, so resolved and checked here
+    loopback = socket.getaddrinfo("127.0.0.1", 80, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(fetching.socket, "getaddrinfo", lambda *args, **kwargs: loopback)
     with pytest.raises(UserError, match="direct.test resolves to 127.0.0.1, which is not public"):
         fetch(f"{scheme}://direct.test/behind.png", tries=1)
 
@@ -901,13 +914,13 @@ def test_any_extra_can_be_stored(tmp_path, extras):
     write_examples([Example(f"u{i}", "t", user, [], "1", e) for i, e in enumerate(extras)], tmp_path / "r.parquet")
     for example, extra in zip(read_examples(tmp_path / "r.parquet")[0], extras, strict=True):
         wanted = {k: v for k, v in extra.items() if v is not None}
-        kept = {k: v for k, v in example.extra.items() if k != "uid"}
-        assert kept == wanted or kept == {
-            k: v if isinstance(v, str) or not isinstance(kept.get(k), str) else json.dumps(v) for k, v in wanted.items()
+        read = {k: v for k, v in example.extra.items() if k != "uid"}
+        assert read == wanted or read == {
+            k: v if isinstance(v, str) or not isinstance(read.get(k), str) else json.dumps(v) for k, v in wanted.items()
         }
 
 
-def test_extra_that_would_lose_digits_is_kept_as_text(tmp_path, capsys):
+def test_extra_that_would_lose_digits_is_stored_as_text(tmp_path, capsys):
     user = [{"role": "user", "content": "q"}]
     examples = [Example(f"u{i}", "t", user, [], "1", {"a": v}) for i, v in enumerate((2**60 + 1, 0.5))]
     write_examples(examples, tmp_path / "r.parquet")
@@ -919,8 +932,8 @@ def test_extra_that_would_lose_digits_is_kept_as_text(tmp_path, capsys):
 
 
 def test_inspect_with_model(tmp_path, capsys, monkeypatch):
-    out, asked = tmp_path / "geo.parquet", []
-    load = types.SimpleNamespace(count_tokens=lambda messages, sizes: asked.append(sizes) or 100 + len(asked))
+    out, calls = tmp_path / "geo.parquet", []
+    load = types.SimpleNamespace(count_tokens=lambda messages, sizes, videos: calls.append(sizes) or 100 + len(calls))
 
     def Processor(path, *, min_pixels=None, max_pixels=None):
         assert (path, min_pixels, max_pixels) == ("some/model", 3136, 50000)
@@ -931,16 +944,16 @@ def test_inspect_with_model(tmp_path, capsys, monkeypatch):
     written = capsys.readouterr().out
     assert "wrote 10 rows" in written and "--- geo3k/train/13" in written and "--- geo3k/train/14" not in written
     run("inspect", out, "--rows", 1)
-    said = capsys.readouterr().out
-    assert "--- geo3k/train/11" in said and "--- geo3k/train/12" not in said
-    assert said.split("===")[1] == written.split("===")[1]
-    assert "image: 250x251 PNG RGBA, 15160 bytes" in said and "answer: 80" in said
-    assert "answer_type: {'integer': 8, 'surd': 2}" in said and "image width: min 214" in said
+    output = capsys.readouterr().out
+    assert "--- geo3k/train/11" in output and "--- geo3k/train/12" not in output
+    assert output.split("===")[1] == written.split("===")[1]
+    assert "image: 250x251 PNG RGBA, 15160 bytes" in output and "answer: 80" in output
+    assert "answer_type: {'integer': 8, 'surd': 2}" in output and "image width: min 214" in output
     pixels = ("--min-pixels", 3136, "--max-pixels", 50000)
     run("inspect", out, "--rows", 0, "--model", "some/model", *pixels)
-    said = capsys.readouterr().out
-    assert asked[0] == [(250, 251)] and len(asked) == 10
-    assert "prompt tokens, image tokens included: min 101, median 105, p90 109, max 110" in said
+    output = capsys.readouterr().out
+    assert calls[0] == [(250, 251)] and len(calls) == 10
+    assert "prompt tokens, image tokens included: min 101, median 105, p90 109, max 110" in output
 
 
 def test_inspect_other_layout(tmp_path, capsys):
@@ -997,21 +1010,21 @@ def test_wrong_command_lines(argv, reason, capsys):
 def test_help_lists_sources_and_their_own_defaults(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
-    def help_of(*argv) -> str:
+    def read_help(*argv) -> str:
         with pytest.raises(SystemExit, match="0"):
             parse_args([*argv, "--help"])
         return capsys.readouterr().out
 
-    listed = help_of()
+    listed = read_help()
     for name in ("jsonl", "csv", "parquet", "digits", "geo3k", "geometry3k", "shapes", "vqa", "inspect"):
         assert f"\n    {name} " in listed or f"\n    {name}\n" in listed
     assert (
         "column of the prompt (default: problem)"
-        in help_of("geo3k")
-        == help_of("geometry3k").replace("geometry3k ", "geo3k ", 1)
+        in read_help("geo3k")
+        == read_help("geometry3k").replace("geometry3k ", "geo3k ", 1)
     )
-    assert "become one JSON object (default: answer)" in help_of("jsonl") and "--toy" not in help_of("jsonl")
-    assert "become one JSON object (default: reward_model.ground_truth)" in help_of("parquet")
+    assert "become one JSON object (default: answer)" in read_help("jsonl") and "--toy" not in read_help("jsonl")
+    assert "become one JSON object (default: reward_model.ground_truth)" in read_help("parquet")
 
 
 def test_abbreviated_flags_are_refused():
@@ -1038,7 +1051,7 @@ SPECIAL_PIECES = [
 
 
 def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
-    """Whatever passes reading and start-up renders to the template's special tokens and the images', no more."""
+    """A row that passes reading and startup renders to the special tokens of the template and of its images only."""
     rng, processor = np.random.default_rng(0), loaded["qwen2_5_vl"][1]
     pieces = [
         *SPECIAL_PIECES,
@@ -1079,13 +1092,13 @@ def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
     rows = [
         verl_row(i, prompt=[{"role": "user", "content": f"<image>{t}"}]) for i, t in enumerate(["x", *SPECIAL_PIECES])
     ]
-    assert "6 of 7 rows are bad" in message_of(save(tmp_path / "f.parquet", rows))
+    assert "6 of 7 rows are bad" in error_message(save(tmp_path / "f.parquet", rows))
     left_out = read_examples(tmp_path / "f.parquet", bad_rows="skip")[1]
     assert "f.parquet row 1: message 0 contains the special token '<|im_end|>'" in left_out[0] and len(left_out) == 6
 
 
-def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, capsys):
-    """Those that do not look like Qwen's: known only with the tokenizer."""
+def test_special_tokens_of_the_tokenizer_are_found_at_startup(tmp_path, toys, capsys):
+    """Special tokens that do not look like Qwen's are known only from the tokenizer."""
     processor = Processor(str(toys["qwen2_5_vl"]))
     tokens = {"additional_special_tokens": ["[STOP]"]}
     processor.tokenizer.add_special_tokens(tokens, replace_extra_special_tokens=False)
@@ -1108,15 +1121,15 @@ def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, caps
     args = train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--bad-rows", "skip"])
     loaded = load_examples(str(tmp_path / "f.parquet"), args.data, [processor], Grader())
     assert (loaded, loaded.lengths) == (kept, lengths)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "0 over --max-prompt-tokens 2048, 1 with special tokens" in said
-        and "left out: 'hiyouga/geometry3k/train/f/1'" in said
+        "0 over --max-prompt-tokens 2048, 1 with special tokens" in output
+        and "left out: 'hiyouga/geometry3k/train/f/1'" in output
     )
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG whose header promises this size, and which holds next to nothing."""
+    """Return a PNG whose header states this size, but which has no pixel data."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -1130,9 +1143,9 @@ def frames(fmt: str, n: int) -> bytes:
     return encode(colours[0], fmt, save_all=True, append_images=colours[1:])
 
 
-def test_images_too_large_too_long_or_moving_are_bad_rows(tmp_path, monkeypatch):
-    loads, real = [], ImageFile.ImageFile.load
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: loads.append(self.size) or real(self))
+def test_images_too_large_too_long_or_animated_are_bad_rows(tmp_path, monkeypatch):
+    loads, original = [], ImageFile.ImageFile.load
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: loads.append(self.size) or original(self))
     bad = {
         png_header(8_000, 8_000): "8000x8000 pixels, but the limit is 50 million pixels",
         png_header(70_000, 400): "70000x400 pixels, but the limit is 50 million pixels and 65535 per side",
@@ -1153,36 +1166,25 @@ def test_images_too_large_too_long_or_moving_are_bad_rows(tmp_path, monkeypatch)
 
 
 def test_large_images_are_decoded_one_at_a_time(monkeypatch):
-    now, most, real = [], [], images.to_rgb
+    decoding, counts, original = [], [], images.to_rgb
 
     def to_rgb(image):
-        now.append(image)
-        most.append(len(now))
+        decoding.append(image)
+        counts.append(len(decoding))
         time.sleep(0.01)
-        now.pop()
-        return real(image)
+        decoding.pop()
+        return original(image)
 
     monkeypatch.setattr(images, "to_rgb", to_rgb)
     for limit, expected in ((10, {1}), (1000, {1, 2, 3, 4})):
         monkeypatch.setattr(images, "LARGE_PIXELS", limit)
-        most.clear()
+        counts.clear()
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(decode_image, [RED] * 12))
-        assert (set(most) == {1}) == (expected == {1}) and len(most) == 12
+        assert (set(counts) == {1}) == (expected == {1}) and len(counts) == 12
 
 
-def test_videos_are_refused(tmp_path):
-    rows = [verl_row(0, videos=[]), verl_row(1, videos=["a.mp4"]),
-            verl_row(2, videos=[], prompt=[{"role": "user", "content": "<image><video>?"}])]  # fmt: skip
-    path = save(tmp_path / "f.parquet", rows)
-    message = message_of(path)
-    assert "2 of 3 rows" in message and "row 1: column videos is not empty, but videos are not supported" in message
-    assert "row 2: message 0 contains <video>" in message
-    run("parquet", "--input", path, "--out", tmp_path / "o.parquet", "--bad-rows", "skip")
-    assert ["videos" in e.extra for e in read_examples(tmp_path / "o.parquet")[0]] == [False]
-
-
-def test_only_regular_files_of_some_size_are_read(tmp_path, monkeypatch):
+def test_only_regular_files_of_a_valid_size_are_read(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "empty.png").touch()
     (tmp_path / "dir.png").mkdir()
@@ -1196,7 +1198,7 @@ def test_only_regular_files_of_some_size_are_read(tmp_path, monkeypatch):
             image_bytes(cell, tmp_path)
     (tmp_path / "g/1").mkdir(parents=True)
     os.mkfifo(tmp_path / "g/1/data.json")
-    (tmp_path / "g/²").mkdir()  # a digit to Python, and no number
+    (tmp_path / "g/²").mkdir()  # str.isdigit is true for it, but int() fails
     with pytest.raises(UserError, match="1/data.json is not a regular file"):
         run("geo3k", "--input", tmp_path / "g", "--out", tmp_path / "o.parquet")
 
@@ -1205,9 +1207,9 @@ def test_only_regular_files_of_some_size_are_read(tmp_path, monkeypatch):
 
 
 def test_documented_flags_for_easyr1_work(tmp_path, loaded):
-    """The documents' own line, on a file of EasyR1's layout."""
-    told = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
-    flags = re.search(r"`(--prompt-key problem [^`]*)`", told)[1].split()
+    """The flags that docs/data.md lists for EasyR1 read a file in its layout."""
+    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    flags = re.search(r"`(--prompt-key problem [^`]*)`", page)[1].split()
     path = save(tmp_path / "easy.parquet", hub_rows(2))
     args = train.parse_args(["--model", "m", "--data", str(path), "--out", "o", "--steps", "1", *flags])
     examples = load_examples(args.data.data, args.data, [loaded["qwen2_5_vl"][1]], Grader())
@@ -1218,7 +1220,7 @@ def test_documented_flags_for_easyr1_work(tmp_path, loaded):
     assert examples[0].ground_truth == "\\frac { 1 } { 2 }"
 
 
-def test_instruction_is_put_behind_prompts_that_lack_it(tmp_path):
+def test_instruction_is_appended_to_prompts_that_lack_it(tmp_path):
     chat = [
         {"role": "user", "content": "first?"},
         {"role": "assistant", "content": "1"},
@@ -1233,7 +1235,7 @@ def test_instruction_is_put_behind_prompts_that_lack_it(tmp_path):
         ["so? Box it."],
     ]
     again = read_examples(out, instruction="Box it.")[0]
-    assert again == read_examples(out)[0], "put there once"
+    assert again == read_examples(out)[0], "the instruction is added only once"
     run("parquet", "--input", out, "--out", tmp_path / "p.parquet", "--instruction", "geo3k")
     assert read_examples(tmp_path / "p.parquet")[0][1].messages[0]["content"] == f"so? Box it. {geometry.INSTRUCTION}"
     source.write_text("prompt,answer\nq?,1\n")
@@ -1254,13 +1256,13 @@ def test_files_with_equal_indices_are_combined(tmp_path):
 
     assert uids(b, more) == ["train/0", "train/1", "more/0", "more/1"] == uids(more, b)[2:] + uids(more, b)[:2]
     assert uids(a, b) == ["a/train/0", "a/train/1", "b/train/0", "b/train/1"]
-    assert "is already taken by" in message_of([a, a]), "the same file twice"
+    assert "is already taken by" in error_message([a, a]), "the same file was passed twice"
     for name in ("x", "y"):  # converted, then combined
         source = write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "q?", "answer": "1"}])
         run("jsonl", "--input", source, "--image-key", "", "--data-source", "t", "--out", tmp_path / f"{name}.parquet")
     assert uids(tmp_path / "x.parquet", tmp_path / "y.parquet") == ["t/train/x/0", "t/train/y/0"]
     named = [save(tmp_path / f"{name}.parquet", [verl_row(0, extra_info={"uid": "mine"})]) for name in ("p", "q")]
-    assert "uid 'mine' is already taken by" in message_of(named), "one that was given has to be unique"
+    assert "uid 'mine' is already taken by" in error_message(named), "uids from the data must be unique"
 
 
 # ---------------------------------------------------------------------------------------------------- full disks
@@ -1268,7 +1270,7 @@ def test_files_with_equal_indices_are_combined(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 256 KB; `mount` needs root, and may be forbidden even then."""
+    """A 256 KB file system. Tests are skipped if mounting fails: `mount` needs root, and may be forbidden even then."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True).returncode:
@@ -1277,7 +1279,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", disk], check=True)
 
 
-def test_full_and_read_only_disks_are_said_in_one_line(tmp_path, small_disk, monkeypatch):
+def test_full_and_read_only_disks_are_reported_in_one_line(tmp_path, small_disk, monkeypatch):
     noise = np.random.default_rng(0).integers(0, 255, (300, 300, 3), dtype=np.uint8)
     big = save(
         tmp_path / "big.parquet", [verl_row(0, images=[{"bytes": encode(Image.fromarray(noise)), "path": None}])]
@@ -1286,13 +1288,13 @@ def test_full_and_read_only_disks_are_said_in_one_line(tmp_path, small_disk, mon
         run("parquet", "--input", big, "--out", small_disk / "o.parquet")
     assert not list(small_disk.iterdir()) and "\n" not in str(e.value)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    monkeypatch.setattr(pd, "table_rows", lambda *args: pytest.fail("read before the folder was tried"))
+    monkeypatch.setattr(pd, "table_rows", lambda *args: pytest.fail("rows were read before --out was checked"))
     with pytest.raises(UserError, match=r"--out .*cannot be written \(Read-only file system\)"):
         run("parquet", "--input", big, "--out", small_disk / "sub/o.parquet")
 
 
-def test_a_write_that_fails_is_one_line_too(tmp_path, monkeypatch):
-    """As above, where nothing can be mounted."""
+def test_a_failed_write_is_reported_in_one_line(tmp_path, monkeypatch):
+    """The full-disk test above, for machines where nothing can be mounted."""
 
     def write_batch(self, batch):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -1307,23 +1309,24 @@ def test_a_write_that_fails_is_one_line_too(tmp_path, monkeypatch):
             run("parquet", "--input", path, "--out", out)
 
 
-def test_what_a_killed_process_leaves_is_cleared_and_that_of_a_live_one_is_not(tmp_path):
+def test_the_draft_of_a_killed_process_is_deleted_but_not_that_of_a_live_one(tmp_path):
     command = [sys.executable, "prepare_data.py", "shapes", "--toy", "--n", "100000", "--out", tmp_path / "o.parquet"]
 
-    def begun():
+    def start_process():
         process = subprocess.Popen(command, cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL)
         old = set(tmp_path.glob(".o.parquet.*/draft"))
         while not (new := set(tmp_path.glob(".o.parquet.*/draft")) - old):
+            assert process.poll() is None, "it ended before it wrote a draft"
             time.sleep(0.05)
         return process, new.pop().parent
 
-    (killed, left), (live, held) = begun(), begun()
+    (killed, killed_folder), (live, live_folder) = start_process(), start_process()
     try:
         time.sleep(0.2)
         killed.kill()
         killed.wait()
         run("shapes", "--toy", "--n", "2", "--out", tmp_path / "o.parquet")
-        assert held.exists() and not left.exists()
+        assert live_folder.exists() and not killed_folder.exists()
     finally:
         live.kill()
         live.wait()
@@ -1331,12 +1334,14 @@ def test_what_a_killed_process_leaves_is_cleared_and_that_of_a_live_one_is_not(t
 
 def test_ctrl_c_ends_without_a_traceback(tmp_path):
     command = [sys.executable, "prepare_data.py", "shapes", "--n", "100000", "--out", tmp_path / "o.parquet"]
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # in the background of a script it is ignored
+    # The background processes of a shell script ignore SIGINT
+    restore_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     root = Path(__file__).parents[1]
-    child = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
+    child = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True, preexec_fn=restore_sigint)
     try:
-        until = time.monotonic() + 60
-        while not list(tmp_path.iterdir()) and child.poll() is None and time.monotonic() < until:  # the draft
+        deadline = time.monotonic() + 60
+        # Wait for the draft
+        while not list(tmp_path.iterdir()) and child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         child.send_signal(signal.SIGINT)
         assert child.communicate(timeout=60)[1] == "interrupted\n" and child.returncode == 130
@@ -1379,14 +1384,14 @@ def test_hostile_rows_are_examples_or_bad_rows(tmp_path):
     assert len(examples) + len(bad) == len(raws) and min(len(examples), len(bad)) > 200
     assert all(line.startswith("f\\x1b row ") and line.isprintable() and len(line) < 700 for line in bad)
     assert write_examples(examples, tmp_path / "o.parquet") == len(examples)
-    back, left_out = read_examples(tmp_path / "o.parquet")
-    assert [(e.uid, e.messages, e.ground_truth) for e in back] == [
+    read, left_out = read_examples(tmp_path / "o.parquet")
+    assert [(e.uid, e.messages, e.ground_truth) for e in read] == [
         (e.uid, e.messages, e.ground_truth) for e in examples
     ]
 
 
 def test_values_that_python_cannot_hold_are_bad_rows(tmp_path, capsys):
-    """In parquet: dates beyond year 9999, bytes that are no UTF-8; in text files: nesting and quotes."""
+    """Parquet: dates after year 9999 and invalid UTF-8. CSV: deeply nested JSON and invalid UTF-8."""
     when = pa.array([0, 2**62, 0, 0], pa.int64()).cast(pa.timestamp("us"))
     text = pa.Array.from_buffers(
         pa.string(), 4, [None, pa.py_buffer(np.array([0, 1, 2, 4, 5], np.int32)), pa.py_buffer(b"ab\xff\xfec")]
@@ -1401,5 +1406,5 @@ def test_values_that_python_cannot_hold_are_bad_rows(tmp_path, capsys):
     deep, source = "[" * 5000 + "]" * 5000, tmp_path / "q.csv"
     source.write_bytes(f'prompt,images,answer\nq?,"{deep}",1\nq?,,1\n'.encode() + b"q?,,\xff\n")
     run("csv", "--input", source, "--data-source", "t", "--out", tmp_path / "o.parquet", "--bad-rows", "skip")
-    said = capsys.readouterr().out
-    assert "wrote 1 row " in said and "line 2: image 0 '[[[[" in said and "line 4: text is not UTF-8" in said
+    output = capsys.readouterr().out
+    assert "wrote 1 row " in output and "line 2: image 0 '[[[[" in output and "line 4: text is not UTF-8" in output

@@ -1,4 +1,5 @@
-"""A toy that learns to look falls to chance without its images, one that need not look does not, and eval.py says so.
+"""eval.py reports whether a model relies on its images: without them a toy that needs them falls to chance, and a toy
+that does not need them stays accurate.
 
 pytest -s tests/test_reliance.py prints both tables.
 """
@@ -19,7 +20,7 @@ COLOURS = {"lemon": "yellow", "grass": "green", "sky": "blue", "blood": "red", "
 
 
 def scenes(split, seed):
-    """Questions that tell their answers, each with an image of noise."""
+    """Yield an image of noise, and questions that can be answered without it."""
     from PIL import Image
 
     rng = random.Random(f"{split}/{seed}")
@@ -31,9 +32,9 @@ def scenes(split, seed):
 
 
 def colours(split, seed):
-    """Of the shapes' questions those for a colour."""
+    """Yield the scenes of the shapes task that have questions for a colour, with only these questions."""
     for images, questions in demo.find_tasks()["shapes"].scenes(split, seed):
-        if chosen := [asked for asked in questions if asked[0] == "colour"]:
+        if chosen := [question for question in questions if question[0] == "colour"]:
             yield images, chosen
 
 
@@ -45,15 +46,15 @@ def noise_rows(n):
                "extra_info": {"split": "test", "index": i, "uid": f"noise-{i}", "answer_type": "colour"}}
 
 
-def trained(folder, task, steps):
-    """Supervised, from random weights."""
+def train_toy(folder, task, steps):
+    """Train a model with supervision, from random weights, and return its folder."""
     base = folder / "base"
     demo.make_model(base, task=task)
     demo.warm_start(base, folder / "start", 0, steps, 0, task)
     return folder / "start"
 
 
-def evaluated(model, rows, out, kinds):
+def evaluate(model, rows, out, kinds):
     data = write_parquet(out.with_suffix(".parquet"), rows)
     done = run([sys.executable, "eval.py", model, "--data", data, "--max-new-tokens", 14, "--out", out,
                 "--ablate", *kinds])
@@ -62,27 +63,27 @@ def evaluated(model, rows, out, kinds):
 
 
 @pytest.mark.slow
-def test_reliance_is_told(tmp_path, monkeypatch):
-    known = demo.find_demo_tasks() | {
+def test_eval_reports_whether_a_model_relies_on_images(tmp_path, monkeypatch):
+    tasks = demo.find_demo_tasks() | {
         "noise": SimpleNamespace(scenes=scenes),
         "colour": SimpleNamespace(scenes=colours),
     }
-    monkeypatch.setattr(demo, "find_demo_tasks", lambda: known)
+    monkeypatch.setattr(demo, "find_demo_tasks", lambda: tasks)
     monkeypatch.setattr(demo, "setup_distributed", lambda: SimpleNamespace(rank=0, world=1, is_main=True))
     monkeypatch.setattr(demo.dist, "all_reduce", lambda tensor: None)
 
-    model, kinds = trained(tmp_path / "noise", "noise", 50), ("blank", "none")
-    blind, told = evaluated(model, noise_rows(50), tmp_path / "blind", kinds)
+    model, kinds = train_toy(tmp_path / "noise", "noise", 50), ("blank", "none")
+    blind, printed = evaluate(model, noise_rows(50), tmp_path / "blind", kinds)
     assert blind["accuracy"] > 0.9 and blind["reliance"]["constant"] < 0.35
     for kind in kinds:
         assert blind["reliance"][kind]["accuracy"] > 0.9
-    assert told.count("no evidence that the model uses the image") == 2 and ": the model" not in told
+    assert printed.count("no evidence that the model uses the image") == 2 and ": the model" not in printed
 
-    model, kinds = trained(tmp_path / "colour", "colour", 100), ("blank", "shuffled")
+    model, kinds = train_toy(tmp_path / "colour", "colour", 100), ("blank", "shuffled")
     rows = [row for row in shapes_rows(400, "test", 0) if row["extra_info"]["answer_type"] == "colour"]
-    sees, told = evaluated(model, rows, tmp_path / "sees", kinds)
-    assert sees["accuracy"] > 0.6
+    seeing, printed = evaluate(model, rows, tmp_path / "sees", kinds)
+    assert seeing["accuracy"] > 0.6
     for kind in kinds:
-        found = sees["reliance"][kind]
-        assert found["accuracy_ci95"][0] <= sees["reliance"]["constant"] and found["drop_ci95"][0] > 0.1
-        assert f"{found['drop']:.3f}, to a level not significantly above chance: the model uses" in told
+        ablation = seeing["reliance"][kind]
+        assert ablation["accuracy_ci95"][0] <= seeing["reliance"]["constant"] and ablation["drop_ci95"][0] > 0.1
+        assert f"{ablation['drop']:.3f} to {ablation['accuracy']:.3f}, not significantly above chance" in printed

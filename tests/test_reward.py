@@ -1,6 +1,6 @@
 """Tests of reward.py and of the rewards in tasks/.
 
-92 golden cases, named answers of policies, sympy as the independent judge of values, `re` as that of the format.
+The answers are 92 golden cases and two tables, RIGHT and WRONG. sympy judges values independently, and `re` the format.
 """
 
 import json
@@ -40,8 +40,8 @@ def example(truth: str, data_source: str = "geo3k", **extra) -> SimpleNamespace:
     return SimpleNamespace(data_source=data_source, ground_truth=truth, extra=extra, uid="row-7")
 
 
-def own_process():
-    """The process of math-verify's own, which the first comparison starts."""
+def math_verify_process():
+    """Return the worker process of math-verify, which the first comparison starts."""
     [process] = _math_verify.own_pool(os.getpid()).processes
     return process.popen
 
@@ -49,7 +49,7 @@ def own_process():
 # --- golden cases -------------------------------------------------------------------------------------------------
 
 
-def test_golden_file_is_whole():
+def test_golden_file_is_complete():
     assert len(ANSWERS) == 76 and len(RESPONSES) == 16
     assert sum(not row["ambiguous"] for row in ANSWERS) == 71
     shared = ROOT.parent / "shared/reference/reward_cases.jsonl"
@@ -65,7 +65,7 @@ def test_golden_answer(row):
 
 
 def test_verdicts_on_ambiguous_rows():
-    """Either verdict is defensible; these are ours: exact value decides, a list is no number, names are unknown."""
+    """Either verdict is defensible. Ours: exact values decide, lists are not numbers, an answer may name the number."""
     verdicts = {row["prediction"]: geometry.grade_geometry(row["response"], row["ground_truth"]) for row in ANSWERS}
     ours = {"z=48": True, "48, 48": False, "\\frac{2}{4}": True, "8.660254037844386": False, "0.48": True}
     assert {row["prediction"] for row in ANSWERS if row["ambiguous"]} == set(ours)
@@ -112,6 +112,7 @@ AB = 2 \\cdot 24 = 48 | 48
 48 feet | 48 ft
 4\\frac{4}{11} | \\frac{48}{11}
 4 4/11 | \\frac { 48 } { 11 }
+4 4 / 11 | 4 \\frac { 4 } { 11 }
 -1\\frac12 | -1.5
 13 1/2 | 13.5
 3^2 \\frac{1}{4} | 2.25
@@ -515,38 +516,38 @@ def test_wrong(prediction, truth):
 
 
 @pytest.mark.parametrize("truth, answerable", [("f(3)=32", True), ("2x+3y=6", True), ("2+3=5", False)])
-def test_an_equation_without_letters_is_no_truth(truth, answerable):
+def test_an_equation_without_letters_is_not_a_valid_truth(truth, answerable):
     assert geometry.same_answer(truth, truth, as_text=False) == answerable
 
 
-HOLES = ["None", "none", "", " ", "NaN", "°", "\\circ", "-", "?", "\\%", "\\text{ cm}", "square feet", "\\text{}"]
-HOLES += ["{}"]
+EMPTY = ["None", "none", "", " ", "NaN", "°", "\\circ", "-", "?", "\\%", "\\text{ cm}", "square feet", "\\text{}"]
+EMPTY += ["{}"]
 BROKEN = ["5 \\sqrt {", "3 +* 4", "\\frac{1}{0}", "0^{-1}", "0:0", "12 34"]
 
 
-@pytest.mark.parametrize("truth", HOLES)
-def test_hole_in_the_data_is_never_right(truth):
+@pytest.mark.parametrize("truth", EMPTY)
+def test_no_answer_equals_an_empty_truth(truth):
     for answer in ("", " ", "{}", "\\text{}", "None", "°", truth):
         for response in (answer, f"\\boxed{{{answer}}}", "<think>a</think>", "I do not know"):
             assert not geometry.grade_geometry(response, truth)
 
 
-def test_times_are_no_ratios():
-    right = geometry.grade_geometry
+def test_times_are_not_ratios():
+    is_right = geometry.grade_geometry
     for truth, wrong in (("12:00", "1:00"), ("2:05", "2:6"), ("1:0", "5:0"), ("1:00:00", "2:00:00")):
-        assert right(rf"\boxed{{{truth}}}", truth) and not right(rf"\boxed{{{wrong}}}", truth)
-    assert right(r"\boxed{4:6}", "2:3") and right(r"\boxed{0:4:6}", "0:2:3")
+        assert is_right(rf"\boxed{{{truth}}}", truth) and not is_right(rf"\boxed{{{wrong}}}", truth)
+    assert is_right(r"\boxed{4:6}", "2:3") and is_right(r"\boxed{0:4:6}", "0:2:3")
 
 
-@pytest.mark.parametrize("truth", HOLES + BROKEN)
-def test_truth_that_nothing_could_equal_is_refused_at_reading(truth):
+@pytest.mark.parametrize("truth", EMPTY + BROKEN)
+def test_truth_that_no_answer_can_equal_is_refused(truth):
     with pytest.raises(
         reward.UserError, match=r"^row 'row-7': the ground_truth .*correct or remove"
     ):
         check_tasks([example("48"), example(truth)])
 
 
-def test_truths_that_are_read():
+def test_valid_truths_are_accepted():
     truths = [
         "48",
         "m",
@@ -576,7 +577,7 @@ def test_truths_that_are_read():
             check_tasks([row])
 
 
-def test_boxes():
+def test_extract_boxed_and_unboxed_answers():
     assert reward.extract_boxed("\\boxed{1} \\boxed{\\frac{2}{3}} x") == "\\frac{2}{3}"
     assert reward.extract_boxed("\\fbox {4}") == "4"
     with Counting() as counted:
@@ -585,9 +586,9 @@ def test_boxes():
     assert counted.counts == {"no_box": 2}
     for response in ("The answer is 48", "<answer>48</answer>", "\\boxed48", "a\n48", "48 </think>"):
         assert not geometry.grade_geometry(response, "48")
-    assert geometry.grade_geometry("48", "48") and not geometry.grade_geometry("47", "48")  # bare, for calls by hand
-    assert grade("48", example("48"))["accuracy"] == 0.0  # but in training an answer has to be boxed
-    for length, accuracy in ((1000, 1.0), (1001, 0.0)):  # a longer box is no final answer
+    assert geometry.grade_geometry("48", "48") and not geometry.grade_geometry("47", "48")  # direct calls need no box
+    assert grade("48", example("48"))["accuracy"] == 0.0  # but not in training
+    for length, accuracy in ((1000, 1.0), (1001, 0.0)):  # a longer box is not a final answer
         boxed = f"\\boxed{{{'red':>{length}}}}"
         assert grade(boxed, example("red", "shapes", answer_type="colour"))["accuracy"] == accuracy
 
@@ -597,7 +598,7 @@ def test_boxes():
 
 @st.composite
 def values(draw):
-    """(LaTeX, the same value as a sympy expression), built side by side."""
+    """Draw a value: (LaTeX, the same value as a sympy expression)."""
     import sympy
 
     a, c, d = draw(st.integers(1, 12)), draw(st.integers(1, 9)), draw(st.integers(2, 9))
@@ -629,8 +630,8 @@ def test_equal_exactly_when_sympy_says_so(left, right):
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(values())
-def test_sympys_own_latex_of_the_value(pair):
-    """Another spelling of the same value, simplified, is accepted; the value plus 1/1000 and its float are not."""
+def test_sympys_latex_of_the_same_value_is_accepted(pair):
+    """The value simplified by sympy is accepted, the value plus 1/1000 is not, and its float only if it is exact."""
     import sympy
 
     latex, value = pair
@@ -639,16 +640,16 @@ def test_sympys_own_latex_of_the_value(pair):
     assert geometry.same_answer(repr(float(value)), latex) == (Fraction(repr(float(value))) == value)
 
 
-DRESSES = ["{ %s }", "$%s$", "\\(%s\\)", "%s^\\circ", "x = %s", "%s \\text{ cm}", "\\mathbf{%s}", "%s."]
+WRAPPERS = ["{ %s }", "$%s$", "\\(%s\\)", "%s^\\circ", "x = %s", "%s \\text{ cm}", "\\mathbf{%s}", "%s."]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(values(), st.sampled_from(DRESSES))
-def test_dress_does_not_matter(pair, dress):
+@given(values(), st.sampled_from(WRAPPERS))
+def test_wrappers_of_an_answer_do_not_matter(pair, wrapper):
     latex = pair[0]
-    assert geometry.same_answer(dress % latex, latex)
+    assert geometry.same_answer(wrapper % latex, latex)
     assert geometry.same_answer(latex.replace("{", " { ").replace("}", " } "), latex)
-    assert not geometry.same_answer(f"{dress % latex} or {latex}", latex)
+    assert not geometry.same_answer(f"{wrapper % latex} or {latex}", latex)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -692,14 +693,14 @@ HOSTILE = {
     "commands": "\\text{" * 150 + "a" + "}" * 150,
     "emoji": "😀" * 900,
     "other digits": "٣" * 900,
-    "ligatures": "ﷺ" * 900,  # 18 characters each once normalised
+    "ligatures": "ﷺ" * 900,  # 18 characters each after normalisation
     "control": "\u202e48\x00",
     "index zero": "\\sqrt[0]{2}",
 }
 
 
 @pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_answer_needs_no_worker_and_no_time(answer):
+def test_hostile_answer_is_rejected_quickly_without_math_verify(answer):
     with Counting() as counted:
         for truth in ("5 \\sqrt { 3 }", "2x+3", "B"):
             for response in (f"<think>a</think> \\boxed{{{answer}}}", answer):
@@ -713,7 +714,7 @@ def test_hostile_answer_needs_no_worker_and_no_time(answer):
     assert counted.counts["cas"] == 0
 
 
-# --- math-verify at arm's length ----------------------------------------------------------------------------------
+# --- math-verify in a separate process ------------------------------------------------------------------------------
 
 HANG = "\\log_{2}{9^{9^{9^9}}}"
 
@@ -722,64 +723,64 @@ def test_cas_decides_what_the_parser_cannot():
     with Counting() as counted:
         assert geometry.same_answer("\\log_2 8", "3") and not geometry.same_answer("\\log_2 8", "4")
         assert geometry.same_answer("\\{3,-3\\}", "\\{-3,3\\}") and not geometry.same_answer("\\{3,-3\\}", "3")
-        first = own_process()
-        assert geometry.same_answer("|-3|", "3") and own_process() is first  # kept
+        first = math_verify_process()
+        assert geometry.same_answer("|-3|", "3") and math_verify_process() is first  # the process is kept
         assert counted.counts["graded"] == 5 and not counted.late
     with Counting() as counted:
         assert geometry.same_answer("\\log_2 4096", "12") and counted.counts == {"cas": 1, "graded": 1}
-        assert geometry.same_answer("\\log_2 4096", "12") and counted.counts == {"cas": 1, "graded": 2}  # remembered
+        assert geometry.same_answer("\\log_2 4096", "12") and counted.counts == {"cas": 1, "graded": 2}  # cached
 
 
-def test_cas_is_ended_when_late_and_comes_back():
+def test_cas_is_killed_on_timeout_and_restarted():
     assert geometry.same_answer("\\log_2 8", "3")
-    process = own_process()
+    process = math_verify_process()
     with Counting() as counted:
         start = time.perf_counter()
         assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")
         assert time.perf_counter() - start < _math_verify.TIMEOUT_S + 3
         assert process.returncode == -signal.SIGKILL and counted.counts["cas_timeout"] == counted.counts["cas"] == 1
         start = time.perf_counter()
-        assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")  # a group repeats its answers: remembered
+        assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")  # cached, because samples of a prompt repeat answers
         assert time.perf_counter() - start < 0.1
         assert geometry.same_answer("\\log_2 16", "4") and counted.counts["cas"] == 2
 
 
 def test_a_time_limit_ends_with_its_block():
     limits = []
-    with Counting(limit=lambda *given: limits.append(given)).time_limit(2.0, "question"):
+    with Counting(limit=lambda *args: limits.append(args)).time_limit(2.0, "question"):
         assert limits == [(2.0, "question")]
     assert limits[1:] == [(0.0, None)]
 
 
-def test_cas_crash_is_counted_and_survived():
+def test_cas_crash_is_counted_and_the_process_replaced():
     assert geometry.same_answer("\\log_2 8", "3")
-    process = own_process()
+    process = math_verify_process()
     process.kill()  # while it is idle
     process.wait()
     with Counting() as counted:
-        assert geometry.same_answer("\\log_2 16", "4") and counted.counts["cas_crash"] == 0  # replaced
-        threading.Timer(0.5, os.kill, (own_process().pid, signal.SIGKILL)).start()
+        assert geometry.same_answer("\\log_2 16", "4") and counted.counts["cas_crash"] == 0  # it was replaced
+        threading.Timer(0.5, os.kill, (math_verify_process().pid, signal.SIGKILL)).start()
         assert not geometry.same_answer(HANG, "7") and counted.counts["cas_crash"] == 1
         assert geometry.same_answer("\\log_2 32", "5")
 
 
-def test_what_sympy_raises_is_a_wrong_answer(monkeypatch):
+def test_an_exception_in_sympy_is_a_wrong_answer(monkeypatch):
     def raises(*_):
         raise MemoryError
 
     monkeypatch.setattr(_math_verify, "compare_latex", raises)
-    with Counting(limit=lambda seconds, question: None) as counted:  # as in a process that grades
+    with Counting(limit=lambda seconds, question: None) as counted:  # as in a reward worker
         assert not geometry.same_answer("\\log_2 8", "3")
     assert counted.counts == {"cas_crash": 1, "graded": 1}
 
 
-def test_hanging_answers_share_a_budget(monkeypatch):
-    """After MAX_LATE late comparisons the rest of a batch is not compared; the next batch is."""
+def test_hanging_answers_of_a_batch_share_a_budget(monkeypatch):
+    """After MAX_LATE_COMPARISONS timeouts the rest of a batch is not compared. The next batch is compared again."""
     monkeypatch.setattr(_math_verify, "MAX_LATE_COMPARISONS", 1)
     answers = ["\\log_2 8"] + [f"\\log_{{2}}{{9^{{9^{{9^{n}}}}}}}" for n in range(9, 49)] + ["4"]
     responses, rows = [f"\\boxed{{{a}}}" for a in answers], [example("4" if a == "4" else "3") for a in answers]
     grader = Grader(RewardConfig(reward_workers=0, reward_errors="stop"))
-    assert geometry.same_answer("\\log_2 4", "2")  # a first import is not the answers' fault
+    assert geometry.same_answer("\\log_2 4", "2")  # imports math-verify, whose time would count against the answers
     for _ in range(2):
         start = time.perf_counter()
         rewards = grader.collect([make_rollout_stub(row, text) for row, text in zip(rows, responses, strict=True)])
@@ -789,7 +790,7 @@ def test_hanging_answers_share_a_budget(monkeypatch):
         assert counts["graded"] == len(answers) and counts["cas_timeout"] == 1 and counts["cas_budget"] == 39
 
 
-def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
+def test_an_evaluation_is_graded_in_chunks(monkeypatch):
     import eval as evaluation
     from rollout import Prompt, SamplingParams
     from utils import DistContext
@@ -797,7 +798,7 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     contexts, rows = [], [example(str(n)) for n in range(5)]
     for n, row in enumerate(rows):
         row.uid = str(n)
-        row.images = []
+        row.images = row.videos = []
     rows[4].data_source, rows[4].ground_truth = "none", "9"  # its reward fails
     monkeypatch.setattr(reward, "TASKS", dict(reward.TASKS))
 
@@ -809,9 +810,9 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
         def generate(self, prompts, samples, sampling, on_rollout=None):
             contexts.append(prompts[0].context)
             answers = [(p, f"\\boxed{{{int(p.example.ground_truth) + s}}}") for p in prompts for s in range(samples)]
-            ended = {"finish_reason": "stop", "ended_by": "response", "is_episode": False}
-            ended |= {"response": [1, 2], "response_mask": [True, True]}
-            return [RolloutStub(text=text, prompt=prompt, **ended) for prompt, text in answers]
+            fields = {"finish_reason": "stop", "ended_by": "response", "is_episode": False}
+            fields |= {"response": [1, 2], "response_mask": [True, True]}
+            return [RolloutStub(text=text, prompt=prompt, **fields) for prompt, text in answers]
 
     grader = Grader(RewardConfig(reward_workers=0))
     monkeypatch.setattr(evaluation, "CHUNK_EXAMPLES", 3)
@@ -822,8 +823,8 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     monkeypatch.setattr(evaluation, "make_prompts", make_prompts)
     monkeypatch.setattr(DistContext, "gather_to_main", lambda ctx, records: records)
     ctx = DistContext(0, 1, "cpu")
-    asked = (Engine(), rows, None, grader, ctx, SamplingParams(8, 1.0, 1.0, 0))
-    records = evaluation.Evaluation(*asked, samples=2, step=3).collect_records()
+    args = (Engine(), rows, None, grader, ctx, SamplingParams(8, 1.0, 1.0, 0))
+    records = evaluation.Evaluation(*args, samples=2, step=3).collect_records()
     assert [(c.step, c.stage) for c in contexts] == [(3, reward.CurriculumStage())] * 2 and not grader.counts
     assert [(r["index"], r["uid"], r["ground_truth"]) for r in records[:4]] == [(n, str(n), str(n)) for n in range(4)]
     for n, record in enumerate(records[:4]):
@@ -834,7 +835,7 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     assert summary["failed"] == 2 and summary["accuracy"] == 0.4
 
 
-def test_cas_from_threads():
+def test_cas_answers_several_threads():
     verdicts = {}
 
     def ask(n: int) -> None:
@@ -848,7 +849,7 @@ def test_cas_from_threads():
     assert verdicts == {n: bool(n % 2) for n in range(1, 9)}
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -868,12 +869,12 @@ def test_no_worker_outlives_its_process(ending):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == (0 if ending == "exit" else -signal.SIGKILL), done.stderr
     deadline = time.monotonic() + 8
-    while alive(int(done.stdout)) and time.monotonic() < deadline:
+    while is_alive(int(done.stdout)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not alive(int(done.stdout))
+    assert not is_alive(int(done.stdout))
 
 
-def test_forked_copy_gets_its_own_worker():
+def test_a_forked_process_gets_its_own_worker():
     code = """
 import os
 from reward import Counting
@@ -896,16 +897,16 @@ assert counted.counts["cas_crash"] == 0
     assert done.returncode == 0, done.stderr
 
 
-def imported(names, heavy):
+def print_heavy_imports(names, heavy):
     code = f"import sys, {names}; print([m for m in {heavy!r} if m in sys.modules]"
     code += ", sys.modules['tasks._math_verify'].own_pool.cache_info().currsize)"
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30).stdout
 
 
-def test_import_is_light():
-    """What each process that grades imports; and a task's file, whose data recipe needs prepare_data.py."""
-    assert imported("reward, tasks._math_verify", ("torch", "numpy", "sympy", "math_verify")) == "[] 0\n"
-    assert imported("tasks.geometry", ("torch", "transformers", "sympy", "math_verify")) == "[] 0\n"
+def test_imports_are_light():
+    """Reward workers import the first two modules; a task's file also imports prepare_data.py, for its data recipe."""
+    assert print_heavy_imports("reward, tasks._math_verify", ("torch", "numpy", "sympy", "math_verify")) == "[] 0\n"
+    assert print_heavy_imports("tasks.geometry", ("torch", "transformers", "sympy", "math_verify")) == "[] 0\n"
 
 
 # --- format -------------------------------------------------------------------------------------------------------
@@ -915,13 +916,13 @@ PIECES = ["<think>", "</think>", "\\boxed{", "}", "x", "\n", "\\boxed", "{"]
 
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(PIECES), max_size=9))
-def test_format_is_verls_regex(pieces):
+def test_format_reward_equals_verls_regex(pieces):
     response = "<think>" * (len(pieces) % 2) + "".join(pieces)
     expected = re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*", response, re.DOTALL) is not None
     assert geometry.format_reward(response) == float(expected)
 
 
-def test_special_tokens_are_no_text():
+def test_special_tokens_are_not_accepted_as_text():
     assert geometry.format_reward("<think>a<|im_start|></think>\\boxed{4}") == 0.0
     assert grade("<think>a</think>\\boxed{4<|im_start|>}", example("4")) == {
         "accuracy": 0.0,
@@ -944,7 +945,7 @@ def test_engines_keep_special_tokens_visible(loaded):
     assert [response_text(processor, tokens) for tokens in responses] == ["4<|im_start|>", "4", f"4{name}4", "4", ""]
 
 
-def test_format_is_linear():
+def test_format_reward_takes_linear_time():
     start = time.perf_counter()
     assert geometry.format_reward("<think>" + "</think>\\boxed{" * 100_000) == 0.0
     assert time.perf_counter() - start < 0.5
@@ -997,8 +998,8 @@ def test_task_names():
     assert reward.task_name("owner/Shapes") == "shapes"
 
 
-def test_unknown_task_names_row_tasks_and_remedy():
-    with pytest.raises(ValueError, match=r"row-7.*'me/chess'.*geo3k, .*shapes.*--reward FILE.py:FUNCTION"):
+def test_unknown_task_error_names_tasks_and_fix():
+    with pytest.raises(ValueError, match=r"'me/chess'.*geo3k, .*shapes.*--reward FILE.py:FUNCTION"):
         grade("x", example("e4", "me/chess"))
 
 
@@ -1035,14 +1036,14 @@ for row in rows[1:]:
         print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    scored, unknown, hole = done.stdout.splitlines()
+    scored, unknown, empty = done.stdout.splitlines()
     assert scored == "[{'legal': 1.0, 'reward': 1.0}, {'legal': 1.0, 'reward': 0.0}] {'chess': 1} Write a move."
     assert re.search(r"no reward for data_source 'go' \(task 'go'\); known tasks: .*chess, .*geo3k, .*shapes", unknown)
-    assert hole.startswith("row '': the ground_truth '', given as the answer, does not earn full marks ")
+    assert empty.startswith("row '': the ground_truth '', given as the answer, does not earn full marks ")
 
 
 @pytest.mark.parametrize("missing, allowed", [("tasks.geometry", True), ("a_package", False)])
-def test_a_file_may_lack_a_task_that_was_deleted_but_no_package(missing, allowed, monkeypatch):
+def test_a_deleted_task_may_be_missing_but_a_package_may_not(missing, allowed, monkeypatch):
     def fail(name):
         raise ModuleNotFoundError(name=missing)
 
@@ -1082,7 +1083,7 @@ def test_reward_parts_are_bounded():
     import numpy
     import torch
 
-    def checked(value):
+    def validate(value):
         return reward.validate_reward({"part": value, "reward": 0}, "row-7", "a" * 99)["part"]
 
     good = [
@@ -1097,7 +1098,7 @@ def test_reward_parts_are_bounded():
         torch.tensor(0.5),
     ]
     for value in good:
-        assert checked(value) == float(value) and type(checked(value)) is float
+        assert validate(value) == float(value) and type(validate(value)) is float
     huge = [
         10**400,
         -(10**5000),
@@ -1109,7 +1110,7 @@ def test_reward_parts_are_bounded():
         Decimal("1e999"),
         numpy.float64(1e300),
     ]
-    none = [
+    invalid = [
         float("nan"),
         Decimal("NaN"),
         Decimal("sNaN"),
@@ -1119,16 +1120,16 @@ def test_reward_parts_are_bounded():
         1j,
         None,
     ]
-    for value in [*huge, *none, "1" * 9999]:
+    for value in [*huge, *invalid, "1" * 9999]:
         with pytest.raises(
             reward.UserError, match=r"row 'row-7': reward part 'part' is .* for the response 'a{80}'; ret"
         ) as caught:
-            checked(value)
+            validate(value)
         assert len(str(caught.value)) < 250
 
 
 @pytest.mark.parametrize("name", ["mean", "zero_std_frac", "unpenalised", "overlong"])
-def test_names_that_train_adds_are_reserved(name):
+def test_names_of_metrics_are_reserved(name):
     with pytest.raises(reward.UserError, match=f"row 'row-7': reward part '{name}' has the name of a metric"):
         reward.validate_reward({name: 0.5, "reward": 1.0}, "row-7", "abc")
 

@@ -23,15 +23,16 @@ CPU = torch.device("cpu")
 
 def example(uid, content, images):
     messages = [{"role": "user", "content": content}]
-    more = {"ground_truth": "x", "extra": {}, "data_source": "shapes"}
+    fields = {"ground_truth": "x", "extra": {}, "data_source": "shapes"}
     sizes = [image.size for image in images]
     return SimpleNamespace(
-        uid=uid, messages=messages, images=[encode_png(i) for i in images], image_sizes=sizes, **more
+        uid=uid, messages=messages, images=[encode_png(i) for i in images], image_sizes=sizes, videos=[],
+        video_sizes=[], **fields,
     )
 
 
 def ids(rollouts):
-    """Prompt and response of each."""
+    """Return the token ids of each rollout's prompt and response."""
     return [r.prompt.token_ids + r.response for r in rollouts]
 
 
@@ -41,7 +42,7 @@ def places(rollouts):
 
 @torch.no_grad()
 def trainer_logprobs(policy, r, temperature=1.0):
-    """Of a rollout's response, by the trainer, alone in its micro-batch: (K,)."""
+    """Return the log-probabilities (K,) that the trainer computes for a response, alone in its micro-batch."""
     [micro] = Packer(10_000, policy.image_token_id).pack([r])
     return policy(micro, temperature).logp_K
 
@@ -61,15 +62,15 @@ def test_greedy_equals_transformers_generate(family, loaded, examples):
     ours = engine.generate(prompts, 1, SamplingParams(12, temperature=0.0))
     for prompt, rollout in zip(prompts, ours, strict=True):
         ids_1T = torch.tensor([prompt.token_ids])
-        more = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": engine.banned.tolist()}
+        kwargs = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": engine.banned.tolist()}
         if prompt.images:
-            more["pixel_values"] = torch.cat([image.pixel_values() for image in prompt.images])
-            more["image_grid_thw"] = torch.tensor([image.grid_thw for image in prompt.images])
-            more["mm_token_type_ids"] = (ids_1T == processor.image_token_id).int()
+            kwargs["pixel_values"] = torch.cat([image.pixel_values() for image in prompt.images])
+            kwargs["image_grid_thw"] = torch.tensor([image.grid_thw for image in prompt.images])
+            kwargs["mm_token_type_ids"] = (ids_1T == processor.image_token_id).int()
         hf.model.rope_deltas = None
         mask = torch.ones_like(ids_1T)
-        out = hf.generate(input_ids=ids_1T, attention_mask=mask, eos_token_id=processor.eos_ids, **more)
-        assert ids([rollout]) == out.tolist() and rollout.prompt is prompt
+        sequences = hf.generate(input_ids=ids_1T, attention_mask=mask, eos_token_id=processor.eos_ids, **kwargs)
+        assert ids([rollout]) == sequences.tolist() and rollout.prompt is prompt
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,14 +98,14 @@ def test_a_sample_does_not_depend_on_its_batch(loaded, examples):
     assert [r.response for r in other] != [r.response for r in together]
 
 
-def test_each_prompt_and_image_is_encoded_once_per_group(loaded, examples, monkeypatch):
+def test_each_image_is_encoded_once_per_group(loaded, examples, monkeypatch):
     hf, processor = loaded["qwen2_5_vl"]
     calls = []
     original = hf.model.get_image_features
 
-    def counted(pixels, grids, **more):
+    def counted(pixels, grids, **kwargs):
         calls.append(len(grids))
-        return original(pixels, grids, **more)
+        return original(pixels, grids, **kwargs)
 
     monkeypatch.setattr(hf.model, "get_image_features", counted)
     HFEngine(hf, processor, CPU).generate(make_prompts(examples, processor), 8, SamplingParams(3))
@@ -115,53 +116,53 @@ def test_finished_rows_leave_the_batch(loaded, examples, monkeypatch):
     hf, processor = loaded["qwen2_5_vl"]
     engine = HFEngine(hf, processor, CPU)
     first = engine.generate(make_prompts(examples, processor), 8, SamplingParams(6, seed=1))
-    # call an end token what some rows happened to sample second and none first, so that they end at different times
+    # end tokens are now those that some rows sampled second and none first, so that rows end at different times
     ends = sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first})
     monkeypatch.setattr(processor, "eos_ids", ends)
     engine = HFEngine(hf, processor, CPU)
     rows = []
     original = type(hf.model.language_model).forward
 
-    def counted(self, *args, **more):
-        rows.append(len(more["inputs_embeds"]))
-        return original(self, *args, **more)
+    def counted(self, *args, **kwargs):
+        rows.append(len(kwargs["inputs_embeds"]))
+        return original(self, *args, **kwargs)
 
     monkeypatch.setattr(type(hf.model.language_model), "forward", counted)
     second = engine.generate(make_prompts(examples, processor), 8, SamplingParams(6, seed=1))
     assert rows[0] == 3 and rows[1] == 24 and rows[-1] < 24 and sorted(rows[1:], reverse=True) == rows[1:]
     for a, b in zip(first, second, strict=True):
-        at = [i for i, t in enumerate(a.response) if t in ends]
-        assert b.response == (a.response[: at[0] + 1] if at else a.response)
-        assert b.finish_reason == ("stop" if at else "length")
+        positions = [i for i, t in enumerate(a.response) if t in ends]
+        assert b.response == (a.response[: positions[0] + 1] if positions else a.response)
+        assert b.finish_reason == ("stop" if positions else "length")
         assert len(b.logprobs) == len(b.response_mask) == len(b.response) and all(b.response_mask)
     assert {r.finish_reason for r in second} == {"stop", "length"}
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_each_rollout_is_handed_over_once_and_as_soon_as_it_ends(interrupted, loaded, examples, monkeypatch):
+def test_each_rollout_is_reported_once_and_as_soon_as_it_ends(interrupted, loaded, examples, monkeypatch):
     hf, processor = loaded["qwen2_5_vl"]
     prompts, sampling = make_prompts(examples, processor), SamplingParams(6, seed=1)
     first = HFEngine(hf, processor, CPU).generate(prompts, 8, sampling)
     ends = sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first})
-    monkeypatch.setattr(processor, "eos_ids", ends)  # some rows end with their second token, none with their first
-    rounds, handed = [], []  # one entry for each time that all rows sampled a token; (rollout, how many those were)
-    engine = HFEngine(hf, processor, CPU, should_stop=lambda: interrupted and len(rounds) >= 3)
+    monkeypatch.setattr(processor, "eos_ids", ends)  # some rows end at their second token, none at their first
+    steps, reported = [], []  # one entry per decoding step; (rollout, number of decoding steps so far)
+    engine = HFEngine(hf, processor, CPU, should_stop=lambda: interrupted and len(steps) >= 3)
     engine.max_rows = 16  # two of the three prompts together, then the third
-    whole = engine.generate(prompts, 8, sampling)
+    uninterrupted = engine.generate(prompts, 8, sampling)
     original = engines.hf.sample_tokens
-    monkeypatch.setattr(engines.hf, "sample_tokens", lambda *asked: rounds.append(1) or original(*asked))
-    rollouts = engine.generate(prompts, 8, sampling, lambda r: handed.append((r, len(rounds))))
-    assert sorted(id(r) for r, _ in handed) == sorted(map(id, rollouts)) and len(set(map(id, rollouts))) == 24
+    monkeypatch.setattr(engines.hf, "sample_tokens", lambda *args: steps.append(1) or original(*args))
+    rollouts = engine.generate(prompts, 8, sampling, lambda r: reported.append((r, len(steps))))
+    assert sorted(id(r) for r, _ in reported) == sorted(map(id, rollouts)) and len(set(map(id, rollouts))) == 24
     assert places(rollouts) == list(itertools.product(["one", "none", "two"], range(8)))
-    before = 0
-    for together in (handed[:16], handed[16:]):
-        assert [len(r.response) for r, _ in together] == [then - before for _, then in together]
-        before = together[-1][1]
+    n_before = 0
+    for together in (reported[:16], reported[16:]):
+        assert [len(r.response) for r, _ in together] == [n_steps - n_before for _, n_steps in together]
+        n_before = together[-1][1]
     lengths = [len(r.response) for r in rollouts]
-    assert set(lengths) == ({1, 2, 3} if interrupted else {len(r.response) for r in whole})
-    for r, complete in zip(rollouts, whole, strict=True):
-        said = r.response[:-1] if r.finish_reason == "stop" else r.response
-        assert r.response == complete.response[: len(r.response)] and r.text == processor.tokenizer.decode(said)
+    assert set(lengths) == ({1, 2, 3} if interrupted else {len(r.response) for r in uninterrupted})
+    for r, complete in zip(rollouts, uninterrupted, strict=True):
+        text_ids = r.response[:-1] if r.finish_reason == "stop" else r.response
+        assert r.response == complete.response[: len(r.response)] and r.text == processor.tokenizer.decode(text_ids)
         assert interrupted or vars(r) == vars(complete)
 
 
@@ -169,14 +170,14 @@ def test_banned_tokens_are_never_sampled(loaded, examples):
     hf, processor = loaded["qwen2_5_vl"]
     engine = HFEngine(hf, processor, CPU)
     head = hf.get_output_embeddings().weight
-    kept = head.detach().clone()
+    original = head.detach().clone()
     try:
         with torch.no_grad():  # make every banned token overwhelmingly likely
             head[engine.banned] = 50 * head.abs().max() * torch.sign(torch.randn(1, head.shape[1]))
         rollouts = engine.generate(make_prompts(examples, processor), 4, SamplingParams(20))
     finally:
         with torch.no_grad():
-            head.copy_(kept)
+            head.copy_(original)
     sampled = set(itertools.chain.from_iterable(r.response for r in rollouts))
     assert not sampled & set(engine.banned.tolist())
 
@@ -212,7 +213,7 @@ def test_unknown_weight_names_are_an_error(loaded, toys):
 
 
 def test_new_weights_change_what_is_generated(loaded, toys, examples):
-    """The stale-weights bug: after a sync the engine must speak as a fresh engine with those weights."""
+    """After a sync, the engine generates what a fresh engine with those weights does. Stale weights would show here."""
     _, processor = loaded["qwen2_5_vl"]
     hf, fresh_hf = (M.load_hf(str(toys["qwen2_5_vl"])) for _ in range(2))
     engine, fresh_engine = HFEngine(hf, processor, CPU), HFEngine(fresh_hf, processor, CPU)
@@ -223,9 +224,13 @@ def test_new_weights_change_what_is_generated(loaded, toys, examples):
     prompts, sampling = make_prompts(examples, processor), SamplingParams(8, seed=2)
     before = engine.generate(prompts, 2, sampling)
     assert {version for r in before for version in r.versions} == {0} == {engine.weights_version}
-    asked = []
-    engine.sync(lambda only: asked.append(only) or ((n, p.detach()) for n, p in fresh_hf.named_parameters()))
-    assert asked == [False] and engine.has_all_weights and engine.weights_version == 1
+    requested = []
+    engine.sync(
+        lambda trainable_only: (
+            requested.append(trainable_only) or ((n, p.detach()) for n, p in fresh_hf.named_parameters())
+        )
+    )
+    assert requested == [False] and engine.has_all_weights and engine.weights_version == 1
     after = engine.generate(prompts, 2, sampling)
     assert all(r.versions == [1] * len(r.logprobs) for r in after)
     fresh = fresh_engine.generate(prompts, 2, sampling)
@@ -239,11 +244,11 @@ def test_cache_grows_and_keeps_rows():
     valid = torch.ones(4, 1, dtype=torch.bool)
     batch = DecodeBatch(rows, torch.arange(4), torch.zeros(4, 8), valid, PromptCache())
 
-    def append(chunk, numbers, lengths):
-        for number, length in zip(numbers, lengths, strict=True):
-            batch.rows[number].n_seen = length
-        batch.prepare(list(numbers), chunk.shape[2])
-        return batch.append(0, (chunk[: len(numbers)], -chunk[: len(numbers)]))
+    def append(chunk, row_ids, lengths):
+        for row_id, length in zip(row_ids, lengths, strict=True):
+            batch.rows[row_id].n_seen = length
+        batch.prepare(list(row_ids), chunk.shape[2])
+        return batch.append(0, (chunk[: len(row_ids)], -chunk[: len(row_ids)]))
 
     length = 0
     for chunk in chunks:
@@ -255,7 +260,7 @@ def test_cache_grows_and_keeps_rows():
     batch.drop_finished()
     keys, _ = append(chunks[2], range(3), [length] * 3)
     assert torch.equal(keys[:, :, :-1], whole[[0, 2, 3]])
-    # rows 0 and 2 alone go on, from different places
+    # only rows 0 and 2 continue, at different positions
     keys, _ = append(chunks[1], [0, 2], [length + 1, 7])
     assert torch.equal(keys[0, :, length + 1 :], chunks[1][0]) and torch.equal(keys[1, :, 7:47], chunks[1][1])
     assert torch.equal(keys[1, :, :7], whole[3, :, :7]) and torch.equal(keys[0, :, :length], whole[0])
@@ -280,8 +285,8 @@ def test_long_prompts_are_dropped_whole_and_reported(loaded, examples):
 
 
 def test_bfloat16_logits_are_summed_in_fp32(toys, loaded, examples):
-    """The engine's log-probabilities against the trainer's, both in bfloat16: 16-bit logits would be off three times as
-    far."""
+    """In bfloat16, engine and trainer agree on log-probabilities. With 16-bit logits, they would differ three times as
+    much."""
     _, processor = loaded["qwen2_5_vl"]
     policy = M.Policy(M.load_hf(str(toys["qwen2_5_vl"]), torch.bfloat16), processor)
     engine = HFEngine(M.load_hf(str(toys["qwen2_5_vl"]), torch.bfloat16), processor, torch.device("cpu"))
@@ -296,8 +301,8 @@ def test_bfloat16_logits_are_summed_in_fp32(toys, loaded, examples):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_no_distribution_are_refused(bad, toys, loaded, examples):
-    """From weights with a NaN or an infinity: answers would be made up."""
+def test_logits_that_are_not_finite_are_refused(bad, toys, loaded, examples):
+    """Such logits come from weights with a NaN or an infinity; responses would be made up."""
     logits = torch.zeros(3, 9)
     logits[1, 4] = bad
     for temperature in (0.0, 1.0):
@@ -311,7 +316,7 @@ def test_logits_that_are_no_distribution_are_refused(bad, toys, loaded, examples
         engine.generate(make_prompts(examples, loaded["qwen2_5_vl"][1]), 1, SamplingParams(4, 0.0))
 
 
-def test_the_engine_of_ones_choice_and_what_it_has_to_hold(loaded, examples):
+def test_make_engine_and_the_size_limits_of_a_dataset(loaded, examples):
     hf, processor = loaded["qwen2_5_vl"]
     engine = make_engine("hf", hf.name_or_path, processor, DistContext(0, 1, CPU), torch.bfloat16, {})
     assert isinstance(engine, HFEngine) and engine.dtype == torch.bfloat16
@@ -319,13 +324,13 @@ def test_the_engine_of_ones_choice_and_what_it_has_to_hold(loaded, examples):
     sizes = [image.image.size for image in itertools.chain.from_iterable(p.images for p in prompts)]
     width, height = max(sizes, key=math.prod)
     assert len(set(map(math.prod, sizes))) == 3
-    most = {"count": 2, "width": width, "height": height}
-    for given, image in ((ExampleList(examples, [5, 7, 6]), most), (ExampleList(examples[1:2], [7]), 0)):
+    largest = {"count": 2, "width": width, "height": height}
+    for dataset, image in ((ExampleList(examples, [5, 7, 6]), largest), (ExampleList(examples[1:2], [7]), 0)):
         limits = {"max_model_len": 9, "limit_mm_per_prompt": {"image": image, "video": 0}}
-        assert size_limits([given], processor, 2) == limits
+        assert size_limits([dataset], processor, 2) == limits
 
 
-def test_a_written_response_is_as_one_that_was_sampled_with_certainty():
+def test_a_written_response_has_the_fields_of_one_sampled_with_probability_1():
     rollout = written("u", [1, 2], [3, 4, 5])
     assert (rollout.prompt.uid, rollout.prompt.token_ids, rollout.response) == ("u", [1, 2], [3, 4, 5])
     assert (rollout.response_mask, rollout.logprobs, rollout.versions) == ([True] * 3, [0.0] * 3, [0] * 3)

@@ -1,4 +1,4 @@
-"""Real servers of SGLang's on the CPU, against HFEngine and the trainer.   make test-sglang"""
+"""Real SGLang servers on the CPU, compared with HFEngine and the trainer.   make test-sglang"""
 
 import asyncio
 import itertools
@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from test_rollout import example, places, trainer_logprobs
 from test_servers import LIMITS, ONE, connected, in_the_middle, spans
 from test_train import flags, rows
 from test_train import run as run_command
-from test_vllm import data, named  # noqa: F401  a fixture too
+from test_vllm import data, named  # noqa: F401  data is a fixture
 
 import demo
 import model as M
@@ -35,19 +36,19 @@ from rollout import Rollout, SamplingParams, make_prompts
 
 pytestmark = pytest.mark.sglang
 CPU = torch.device("cpu")
-VOCAB, ROOM = 448, 12
-NUMBERS = itertools.count()
+VOCAB, MAX_TOKENS = 448, 12
+COUNTER = itertools.count()
 
 
 @pytest.fixture(scope="session")
 def toys(tmp_path_factory):
-    """family -> folder, made when it is asked for."""
+    """Return a function that maps a family to the folder of its model, which it makes if needed."""
     root = tmp_path_factory.mktemp("sglang_toys")
 
     def make(family):
         if not (root / family).exists():
             demo.make_model(root / family, family, seed=0, hidden=128, layers=2, vocab=VOCAB)
-        if family == "qwen2_vl":  # as the config of Qwen's own checkpoints has it, too
+        if family == "qwen2_vl":  # as in the config of Qwen's own checkpoints
             config = json.loads((root / family / "config.json").read_text())
             config["vision_config"]["in_chans"] = 3
             (root / family / "config.json").write_text(json.dumps(config))
@@ -57,8 +58,8 @@ def toys(tmp_path_factory):
 
 
 @contextmanager
-def served(folder, log):
-    """The URL of a server that has started, and its process."""
+def start_server(folder, log):
+    """Start a server. Yield its URL and its process."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     local, processor = LocalServers(), M.Processor(str(folder))
     local.start(*server_command("sglang", str(folder), processor, torch.float32, LIMITS, "127.0.0.1", port), log)
@@ -76,16 +77,16 @@ def kill(process):
 
 
 @pytest.fixture(scope="session")
-def running(toys, tmp_path_factory):
+def server(toys, tmp_path_factory):
     folder = toys("qwen2_5_vl")
-    with served(folder, tmp_path_factory.mktemp("log") / "server.log") as (url, _):
+    with start_server(folder, tmp_path_factory.mktemp("log") / "server.log") as (url, _):
         yield SimpleNamespace(url=url, folder=folder, hf=M.load_hf(str(folder)).eval(),
                               processor=M.Processor(str(folder)))  # fmt: skip
 
 
 @pytest.fixture
 def mixed(picture):
-    """Prompts with 1, 0, 2 and 3 images, most of them not of the size that the model sees."""
+    """Return examples with 1, 0, 2 and 3 images, most of which are resized for the model."""
     first = picture(84, 84, 1)
     return [
         example("one", "<image>What is it?", [first]),
@@ -96,34 +97,36 @@ def mixed(picture):
 
 
 class Trainer:
-    """A client of one server, and rank 0 of the group that it gets weights from. `label`: of the server's weights."""
+    """A client of one server, and rank 0 of the process group that sends it weights. `label` names those weights."""
 
     label = "start"
     group = None
 
-    def __init__(self, at, http):
-        self.processor = at.processor
+    def __init__(self, target, http):
+        self.processor = target.processor
         self.server = SGLangClient(
-            at.url, http, 60.0, at.processor.eos_ids, at.processor.banned_token_ids(VOCAB).tolist()
+            target.url, http, 60.0, target.processor.eos_ids, target.processor.banned_token_ids(VOCAB).tolist()
         )
 
-    def ask(self, prompt, ids=(), room=ROOM, temperature=1.0, top_p=1.0):
-        images = [(f"{i.key}-{self.label}", i.image) for i in prompt.images]
-        short = [*prompt.unexpanded_ids, *ids]
-        return self.server.generate(GenerateRequest(prompt.uid, short, images, room, 1, temperature, top_p, self.label))
+    def ask(self, prompt, ids=(), max_tokens=MAX_TOKENS, temperature=1.0, top_p=1.0):
+        images = [replace(i, key=f"{i.key}-{self.label}") for i in prompt.images]
+        token_ids = [*prompt.unexpanded_ids, *ids]
+        return self.server.generate(
+            GenerateRequest(prompt.uid, token_ids, images, max_tokens, 1, temperature, top_p, self.label)
+        )
 
-    async def asked(self, prompts, n=3, **more):
-        """(prompt, answer) of each."""
-        every = [prompt for prompt in prompts for _ in range(n)]
-        answers = await asyncio.gather(*(self.ask(prompt, **more) for prompt in every))
-        return list(zip(every, answers, strict=True))
+    async def ask_all(self, prompts, n=3, **options):
+        """Sample n answers to each prompt. Return (prompt, answer) pairs."""
+        repeated = [prompt for prompt in prompts for _ in range(n)]
+        results = await asyncio.gather(*(self.ask(prompt, **options) for prompt in repeated))
+        return list(zip(repeated, results, strict=True))
 
     async def join(self):
         self.leave()
-        name, port = f"group-{os.getpid()}-{next(NUMBERS)}", free_port()
+        name, port = f"group-{os.getpid()}-{next(COUNTER)}", free_port()
         group = {"address": "127.0.0.1", "port": port, "world": 2, "name": name, "seconds": 60.0, "backend": "gloo"}
-        ours = asyncio.to_thread(join_process_group, rank=0, **group)
-        _, self.group = await asyncio.gather(self.server.init_weight_transfer("gloo", group, 1), ours)
+        joining = asyncio.to_thread(join_process_group, rank=0, **group)
+        _, self.group = await asyncio.gather(self.server.init_weight_transfer("gloo", group, 1), joining)
 
     def leave(self):
         if self.group is not None:
@@ -131,7 +134,7 @@ class Trainer:
         self.group = None
 
     async def send(self, tensors):
-        """What one update is."""
+        """Send some weights in one update."""
         metas = [tensor_meta(name, tensor) for name, tensor in tensors]
 
         def broadcast():
@@ -139,37 +142,37 @@ class Trainer:
                 dist.broadcast(tensor.contiguous(), group=self.group, group_src=0)
 
         sent = asyncio.to_thread(broadcast)
-        answers = await asyncio.gather(
+        results = await asyncio.gather(
             self.server.update(metas, [tensor_checksum(tensor) for _, tensor in tensors]), sent, return_exceptions=True
         )
-        for error in filter(None, answers):
+        for error in filter(None, results):
             raise error
 
-    async def sync(self, hf, label, wanted=lambda name: True):
-        """Over gloo, between a pause and a resume of the caller's, in two buckets."""
-        tensors = [(name, p.detach()) for name, p in hf.named_parameters() if wanted(name)]
+    async def sync(self, hf, label, select=lambda name: True):
+        """Send weights over gloo in two buckets. The caller pauses and resumes the server."""
+        tensors = [(name, p.detach()) for name, p in hf.named_parameters() if select(name)]
         await self.server.start_weight_update()
-        for part in (tensors[::2], tensors[1::2]):
-            await self.send(part)
+        for bucket in (tensors[::2], tensors[1::2]):
+            await self.send(bucket)
         await self.server.end_update(label)
         self.label = label
 
 
 @pytest.fixture
-def play(running):
-    """play(what): run what(trainer), an async function, with the server's weights put back afterwards."""
+def run_with_trainer(server):
+    """Return a function that runs scenario(trainer), an async function, and then restores the server's weights."""
 
-    def run(what, restore=True):
+    def run(scenario, restore=True):
         async def main():
             async with httpx2.AsyncClient(trust_env=False, limits=httpx2.Limits(max_connections=None)) as http:
-                trainer = Trainer(running, http)
+                trainer = Trainer(server, http)
                 try:
-                    await what(trainer)
+                    await scenario(trainer)
                 finally:
                     if restore:
                         await trainer.join()
                         await trainer.server.pause("abort")
-                        await trainer.sync(running.hf, f"restored-{next(NUMBERS)}")
+                        await trainer.sync(server.hf, f"restored-{next(COUNTER)}")
                         await trainer.server.resume()
                     trainer.leave()
 
@@ -179,12 +182,12 @@ def play(running):
 
 
 @pytest.fixture
-def nudged(running):
-    """nudged(): a copy of the model with every weight moved, the tower's too, under another seed each time."""
+def make_perturbed(server):
+    """Return a function that copies the model and perturbs all weights, the tower's too, with a new seed each time."""
     seeds = itertools.count(1)
 
     def make():
-        hf = M.load_hf(str(running.folder)).eval()
+        hf = M.load_hf(str(server.folder)).eval()
         generator = torch.Generator().manual_seed(next(seeds))
         with torch.no_grad():
             for p in hf.parameters():
@@ -194,8 +197,8 @@ def nudged(running):
     return make
 
 
-def gaps(hf, trainer, prompt, answer, temperature=1.0):
-    """|server's log-probability - trainer's| of each token of an answer."""
+def logprob_gaps(hf, trainer, prompt, answer, temperature=1.0):
+    """Return |server's log-probability - trainer's| for each token of an answer."""
     n = len(answer.tokens)
     rollout = Rollout(prompt, 0, answer.tokens, [True] * n, answer.logprobs, answer.finish_reason, "")
     policy = M.Policy(hf, trainer.processor)
@@ -203,63 +206,63 @@ def gaps(hf, trainer, prompt, answer, temperature=1.0):
     return (trainer_logprobs(policy, rollout, temperature) - torch.tensor(answer.logprobs)).abs()
 
 
-def check(hf, trainer, pairs, label, temperature=1.0):
+def check_answers(hf, trainer, pairs, label, temperature=1.0):
     for prompt, answer in pairs:
         assert answer.prompt_ids == prompt.token_ids
-        assert gaps(hf, trainer, prompt, answer, temperature).max() <= 1e-5
+        assert logprob_gaps(hf, trainer, prompt, answer, temperature).max() <= 1e-5
         assert answer.labels == [label] * len(answer.tokens)
         assert (answer.finish_reason == "stop") == (answer.tokens[-1] in trainer.processor.eos_ids)
-        assert answer.finish_reason == "stop" or len(answer.tokens) == ROOM
+        assert answer.finish_reason == "stop" or len(answer.tokens) == MAX_TOKENS
 
 
-# --- the same function ------------------------------------------------------------------------------------------------
+# --- the same log-probabilities and tokens ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_the_trainers(temperature, running, mixed, play):
-    prompts = make_prompts(mixed, running.processor)
+def test_log_probabilities_equal_the_trainers(temperature, server, mixed, run_with_trainer):
+    prompts = make_prompts(mixed, server.processor)
 
-    async def what(trainer):
-        assert await detect_server_kind(running.url, trainer.server.http) == "sglang"
+    async def scenario(trainer):
+        assert await detect_server_kind(server.url, trainer.server.http) == "sglang"
         assert await trainer.server.limits("disk") == (384, 1) and await trainer.server.alive()
-        pairs = await trainer.asked(prompts, temperature=temperature)
+        pairs = await trainer.ask_all(prompts, temperature=temperature)
         label = pairs[0][1].labels[0]
-        check(running.hf, trainer, pairs, label, temperature)
+        check_answers(server.hf, trainer, pairs, label, temperature)
         assert len({tuple(answer.tokens) for _, answer in pairs}) == 12
 
-    play(what, restore=False)
+    run_with_trainer(scenario, restore=False)
 
 
-def test_greedy_tokens_are_those_of_hf(running, mixed, play):
-    prompts = make_prompts(mixed, running.processor)
-    theirs = HFEngine(running.hf, running.processor, CPU).generate(prompts, 1, SamplingParams(ROOM, 0.0))
+def test_greedy_tokens_equal_those_of_hf(server, mixed, run_with_trainer):
+    prompts = make_prompts(mixed, server.processor)
+    theirs = HFEngine(server.hf, server.processor, CPU).generate(prompts, 1, SamplingParams(MAX_TOKENS, 0.0))
 
-    async def what(trainer):
-        greedy, others = await asyncio.gather(trainer.asked(prompts, 1, temperature=0.0), trainer.asked(prompts, 1))
+    async def scenario(trainer):
+        greedy, others = await asyncio.gather(trainer.ask_all(prompts, 1, temperature=0.0), trainer.ask_all(prompts, 1))
         assert [answer.tokens for _, answer in greedy] == [r.response for r in theirs] and len(others) == 4
         for (_, answer), r in zip(greedy, theirs, strict=True):
             torch.testing.assert_close(torch.tensor(answer.logprobs), torch.tensor(r.logprobs), rtol=0, atol=1e-5)
 
-    play(what, restore=False)
+    run_with_trainer(scenario, restore=False)
 
 
 # --- new weights ------------------------------------------------------------------------------------------------------
 
 
-def test_weights_over_gloo(running, mixed, play, nudged):
-    """All of them, then the language model's alone, then the tower's; all again, in another group."""
-    prompts, hf = make_prompts(mixed, running.processor), nudged()
+def test_weight_sync_over_gloo(server, mixed, run_with_trainer, make_perturbed):
+    """Send all weights, then only the language model's, only the tower's, and all again in another process group."""
+    prompts, hf = make_prompts(mixed, server.processor), make_perturbed()
 
-    async def what(trainer):
-        await trainer.asked(prompts)  # leaves keys and values, and features of images, of the old weights
+    async def scenario(trainer):
+        await trainer.ask_all(prompts)  # fills the caches of prefixes and image features
         await trainer.join()
         await trainer.server.pause("wait")
         await trainer.sync(hf, "v1")
         await trainer.server.resume()
-        pairs = await trainer.asked(prompts)
-        check(hf, trainer, pairs, "v1")
-        assert gaps(running.hf, trainer, *pairs[0]).max() > 1e-3
-        other = nudged().state_dict()
+        pairs = await trainer.ask_all(prompts)
+        check_answers(hf, trainer, pairs, "v1")
+        assert logprob_gaps(server.hf, trainer, *pairs[0]).max() > 1e-3
+        other = make_perturbed().state_dict()
         for label, tower in (("v2", False), ("v3", True)):
             with torch.no_grad():
                 for name, p in hf.named_parameters():
@@ -268,27 +271,27 @@ def test_weights_over_gloo(running, mixed, play, nudged):
             await trainer.server.pause("abort")
             await trainer.sync(hf, label, lambda name, tower=tower: ("visual" in name) == tower)
             await trainer.server.resume()
-            check(hf, trainer, await trainer.asked(prompts), label)
+            check_answers(hf, trainer, await trainer.ask_all(prompts), label)
         await trainer.join()
         await trainer.server.pause("abort")
         with pytest.raises(ServerUnavailable, match="parameters were not sent, the first is"):
-            await trainer.sync(running.hf, "v4", lambda name: "visual" in name)
-        await trainer.sync(running.hf, "v4")
+            await trainer.sync(server.hf, "v4", lambda name: "visual" in name)
+        await trainer.sync(server.hf, "v4")
         await trainer.server.resume()
-        check(running.hf, trainer, await trainer.asked(prompts), "v4")
+        check_answers(server.hf, trainer, await trainer.ask_all(prompts), "v4")
 
-    play(what)
+    run_with_trainer(scenario)
 
 
-def test_weights_from_disk(running, mixed, play, nudged, tmp_path):
-    prompts, hf = make_prompts(mixed, running.processor), nudged()
+def test_weight_sync_from_disk(server, mixed, run_with_trainer, make_perturbed, tmp_path):
+    prompts, hf = make_prompts(mixed, server.processor), make_perturbed()
     tensors = {name: p.detach().contiguous() for name, p in hf.named_parameters()}
     half = len(tensors) // 2
     for file, names in (("a.safetensors", list(tensors)[:half]), ("b.safetensors", list(tensors)[half:])):
         save_file({name: tensors[name] for name in names}, tmp_path / file)
     save_file({"model.visual.nonsense": torch.zeros(3)}, tmp_path / "bad.safetensors")
 
-    async def what(trainer):
+    async def scenario(trainer):
         await trainer.server.init_weight_transfer("disk", None, 0)
         before = await trainer.server.checksums()
         await trainer.server.pause("abort")
@@ -296,103 +299,105 @@ def test_weights_from_disk(running, mixed, play, nudged, tmp_path):
         with pytest.raises(UserError, match="no such parameter: model.visual.nonsense"):
             await trainer.server.update_from_disk(tmp_path / "bad.safetensors")
         assert await trainer.server.checksums() == before
-        await trainer.server.start_weight_update()  # what was given up is closed
+        await trainer.server.start_weight_update()  # also closes the failed update
         for file in ("a.safetensors", "b.safetensors"):
             await trainer.server.update_from_disk(tmp_path / file)
         await trainer.server.end_update("from disk")
         await trainer.server.resume()
         trainer.label = "from disk"
-        check(hf, trainer, await trainer.asked(prompts), "from disk")
+        check_answers(hf, trainer, await trainer.ask_all(prompts), "from disk")
         assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors", "bad.safetensors"]
-        assert set(dict(read_safetensors(tmp_path / "a.safetensors"))) == set(list(tensors)[:half])  # as they were
+        assert set(dict(read_safetensors(tmp_path / "a.safetensors"))) == set(list(tensors)[:half])  # unchanged
 
-    play(what)
+    run_with_trainer(scenario)
 
 
-def test_banned_ids_are_not_sampled_even_by_a_model_that_wants_them(running, mixed, play, nudged):
-    prompts, hf, processor = make_prompts(mixed, running.processor), nudged(), running.processor
+def test_banned_ids_are_not_sampled_even_if_the_model_prefers_them(server, mixed, run_with_trainer, make_perturbed):
+    prompts, hf, processor = make_prompts(mixed, server.processor), make_perturbed(), server.processor
     direction = torch.randn(128, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():  # whatever the hidden state, one of the two is far ahead
+    with torch.no_grad():  # for any hidden state, one of the two has by far the largest logit
         hf.lm_head.weight[processor.image_token_id] = 100 * direction
         hf.lm_head.weight[447] = -100 * direction
 
-    async def what(trainer):
+    async def scenario(trainer):
         await trainer.join()
         await trainer.server.pause("abort")
         await trainer.sync(hf, "wants")
         await trainer.server.resume()
         for temperature in (0.0, 1.0):
-            pairs = await trainer.asked(prompts, 4, temperature=temperature)
+            pairs = await trainer.ask_all(prompts, 4, temperature=temperature)
             sampled = set(itertools.chain.from_iterable(answer.tokens for _, answer in pairs))
             assert not sampled & set(processor.banned_token_ids(VOCAB).tolist())
-            check(hf, trainer, pairs, "wants")
+            check_answers(hf, trainer, pairs, "wants")
 
-    play(what)
+    run_with_trainer(scenario)
 
 
-def test_a_name_that_is_unknown_leaves_weights_as_they_were(running, mixed, play, nudged):
-    prompts = make_prompts(mixed[:2], running.processor)
+def test_an_unknown_name_leaves_the_weights_unchanged(server, mixed, run_with_trainer, make_perturbed):
+    prompts = make_prompts(mixed[:2], server.processor)
 
-    async def what(trainer):
+    async def scenario(trainer):
         await trainer.join()
         before = await trainer.server.checksums()
-        good = [(name, p.detach()) for name, p in nudged().named_parameters()]
-        for name, told in (("model.visual.nonsense.weight", "has no such parameter"),
-                           ("model.language_model.layers.0.mlp.experts.down_proj", "does not accept all")):  # fmt: skip
+        good = [(name, p.detach()) for name, p in make_perturbed().named_parameters()]
+        for name, message in (
+            ("model.visual.nonsense.weight", "has no such parameter"),
+            ("model.language_model.layers.0.mlp.experts.down_proj", "does not accept all"),
+        ):
             await trainer.server.pause("abort")
             await trainer.server.start_weight_update()
-            with pytest.raises(UserError, match=f"{told}.*: {name}"):
+            with pytest.raises(UserError, match=f"{message}.*: {name}"):
                 await trainer.send([*good, (name, torch.ones(3))])
             await trainer.server.resume()
             assert await trainer.server.checksums() == before
-        pairs = await trainer.asked(prompts)
-        check(running.hf, trainer, pairs, pairs[0][1].labels[0])
+        pairs = await trainer.ask_all(prompts)
+        check_answers(server.hf, trainer, pairs, pairs[0][1].labels[0])
         await trainer.server.start_weight_update()
-        with pytest.raises(ServerUnavailable):  # of another shape: SGLang stops half-way
+        with pytest.raises(ServerUnavailable):  # wrong shape: SGLang stops half-way
             await trainer.send([good[0], (good[1][0], torch.ones(3))])
 
-    play(what)
+    run_with_trainer(scenario)
 
 
-def test_what_it_refuses(running, mixed, play):
-    prompts = make_prompts(mixed[:2], running.processor)
+def test_unsupported_requests_are_refused(server, mixed, run_with_trainer):
+    prompts = make_prompts(mixed[:2], server.processor)
 
-    async def what(trainer):
+    async def scenario(trainer):
         with pytest.raises(UserError, match="--sync gloo"):
             await trainer.server.limits("adapter")
         with pytest.raises(UserError, match="/generate answered 400"):
-            await trainer.ask(prompts[0], room=1000)
+            await trainer.ask(prompts[0], max_tokens=1000)
         with pytest.raises(UserError, match="--top-p 0.9: .* before top-p"):
             await trainer.ask(prompts[0], top_p=0.9)
 
-    play(what, restore=False)
+    run_with_trainer(scenario, restore=False)
 
 
-# --- in the middle of responses ---------------------------------------------------------------------------------------
+# --- weight syncs during responses ------------------------------------------------------------------------------------
 
 
-async def begun(trainer, prompts, room):
-    """Responses of so many tokens that are being sampled; none ends before."""
+async def start_responses(trainer, prompts, max_tokens):
+    """Start a response of `max_tokens` tokens per prompt, with end tokens banned. Return the running tasks."""
     trainer.server.banned += trainer.processor.eos_ids
-    tasks = [asyncio.create_task(trainer.ask(prompt, room=room)) for prompt in prompts]
+    tasks = [asyncio.create_task(trainer.ask(prompt, max_tokens=max_tokens)) for prompt in prompts]
     while not any(task.done() for task in tasks):
         await asyncio.sleep(0.05)
         [load] = (await trainer.server.request("GET", "/v1/loads"))["loads"]
         if load["num_running_reqs"] == len(tasks):
             await asyncio.sleep(0.2)
             break
-    assert not any(task.done() for task in tasks), "they were to take longer"
+    assert not any(task.done() for task in tasks), "the responses ended too early"
     return tasks
 
 
-def test_aborted_responses_go_on_under_new_weights(running, mixed, play, nudged):
-    prompts, new = make_prompts(mixed, running.processor), nudged()
+def test_aborted_responses_continue_with_new_weights(server, mixed, run_with_trainer, make_perturbed):
+    prompts, new = make_prompts(mixed, server.processor), make_perturbed()
 
-    async def what(trainer):
+    async def scenario(trainer):
         await trainer.join()
-        first = await trainer.asked(prompts, 1)
+        first = await trainer.ask_all(prompts, 1)
         old = first[0][1].labels[0]
-        tasks = await begun(trainer, prompts, 250)
+        tasks = await start_responses(trainer, prompts, 250)
         started = time.perf_counter()
         await trainer.server.pause("abort")
         print(f"pause: {time.perf_counter() - started:.2f} s")
@@ -402,25 +407,25 @@ def test_aborted_responses_go_on_under_new_weights(running, mixed, play, nudged)
         await trainer.server.resume()
         for prompt, part in zip(prompts, parts, strict=True):
             assert 0 < len(part.tokens) < 250 and part.labels == [old] * len(part.tokens)
-            assert gaps(running.hf, trainer, prompt, part).max() <= 1e-5
+            assert logprob_gaps(server.hf, trainer, prompt, part).max() <= 1e-5
             rest = await trainer.ask(prompt, part.tokens)
             assert rest.prompt_ids == prompt.token_ids + part.tokens
             assert rest.labels == ["new"] * len(rest.tokens)
             whole = rest._replace(tokens=part.tokens + rest.tokens, logprobs=part.logprobs + rest.logprobs)
-            assert gaps(new, trainer, prompt, whole)[len(part.tokens) :].max() <= 1e-5
+            assert logprob_gaps(new, trainer, prompt, whole)[len(part.tokens) :].max() <= 1e-5
 
-    play(what)
+    run_with_trainer(scenario)
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_responses_that_are_kept_go_on_and_those_waited_for_end(mode, running, mixed, play, nudged):
-    prompts, new = make_prompts(mixed, running.processor), nudged()
+def test_keep_continues_responses_and_wait_lets_them_end(mode, server, mixed, run_with_trainer, make_perturbed):
+    prompts, new = make_prompts(mixed, server.processor), make_perturbed()
 
-    async def what(trainer):
+    async def scenario(trainer):
         await trainer.join()
-        first = await trainer.asked(prompts, 1)
+        first = await trainer.ask_all(prompts, 1)
         old = first[0][1].labels[0]
-        tasks = await begun(trainer, prompts, 200)
+        tasks = await start_responses(trainer, prompts, 200)
         await trainer.server.pause(mode)
         late = asyncio.create_task(trainer.ask(prompts[0]))
         await asyncio.sleep(0.3)
@@ -430,100 +435,100 @@ def test_responses_that_are_kept_go_on_and_those_waited_for_end(mode, running, m
         await trainer.server.resume()
         answers = await asyncio.gather(*tasks)
         assert set((await late).labels) == {"new"}
-        check(new, trainer, await trainer.asked(prompts), "new")  # nothing is gone on from
+        check_answers(new, trainer, await trainer.ask_all(prompts), "new")  # without the old prefix cache
         for prompt, answer in zip(prompts, answers, strict=True):
             n = answer.labels.count(old)
             assert 0 < n <= len(answer.tokens) and answer.labels == [old] * n + ["new"] * (len(answer.tokens) - n)
-            assert gaps(running.hf, trainer, prompt, answer)[:n].max() <= 1e-5
+            assert logprob_gaps(server.hf, trainer, prompt, answer)[:n].max() <= 1e-5
             assert mode == "keep" or n == len(answer.tokens)
         if mode == "keep":
             assert any("new" in answer.labels for answer in answers)
 
-    play(what)
+    run_with_trainer(scenario)
 
 
 # --- ServerEngine -----------------------------------------------------------------------------------------------------
 
 
-def engine_of(url, processor, folder, **more):
-    return connected([url], processor, torch.float32, ONE, folder, vocab_size=VOCAB, trained_tower=True, **more)
+def connect_engine(url, processor, folder, **settings):
+    return connected([url], processor, torch.float32, ONE, folder, vocab_size=VOCAB, trained_tower=True, **settings)
 
 
 @pytest.fixture
-def engine(running, tmp_path):
-    """engine(**settings): on the running server, whose weights are put back afterwards."""
-    yield partial(engine_of, running.url, running.processor, tmp_path / "sync")
-    engine_of(running.url, running.processor, tmp_path / "back").load_weights(named(running.hf))
+def make_engine(server, tmp_path):
+    """Yield a function that connects an engine to the running server, then restore the server's weights."""
+    yield partial(connect_engine, server.url, server.processor, tmp_path / "sync")
+    connect_engine(server.url, server.processor, tmp_path / "back").load_weights(named(server.hf))
 
 
-def trainer_gaps(hf, processor, rollouts):
-    """Of each rollout: |engine's log-probability - trainer's| of its tokens."""
+def rollout_gaps(hf, processor, rollouts):
+    """Return |engine's log-probability - trainer's| for the tokens of each rollout."""
     policy = M.Policy(hf, processor)
     return [(trainer_logprobs(policy, r) - torch.tensor(r.logprobs)).abs() for r in rollouts]
 
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
-def test_log_probabilities_of_an_engine_are_the_trainers_after_every_sync(sync, engine, running, mixed, nudged):
-    through, prompts, hf = engine(sync=sync), make_prompts(mixed, running.processor), nudged()
-    for number, wanted in enumerate((None, None, lambda name: "q_proj" in name or "visual.merger" in name), 1):
-        sent = named(nudged(), wanted or (lambda name: True))
+def test_engine_log_probabilities_equal_the_trainers_after_every_sync(sync, make_engine, server, mixed, make_perturbed):
+    engine, prompts, hf = make_engine(sync=sync), make_prompts(mixed, server.processor), make_perturbed()
+    for number, select in enumerate((None, None, lambda name: "q_proj" in name or "visual.merger" in name), 1):
+        sent = named(make_perturbed(), select or (lambda name: True))
         with torch.no_grad():
             for name, tensor in sent:
                 hf.get_parameter(name).copy_(tensor)
-        told = through.load_weights(sent)
-        assert told["sync/bytes"] == sum(tensor.nbytes for _, tensor in sent)
-        rollouts = through.generate(prompts, 3, SamplingParams(ROOM))
-        assert max(map(torch.max, trainer_gaps(hf, running.processor, rollouts))) <= 1e-5
-        assert max(map(torch.max, trainer_gaps(running.hf, running.processor, rollouts))) > 1e-3
+        metrics = engine.load_weights(sent)
+        assert metrics["sync/bytes"] == sum(tensor.nbytes for _, tensor in sent)
+        rollouts = engine.generate(prompts, 3, SamplingParams(MAX_TOKENS))
+        assert max(map(torch.max, rollout_gaps(hf, server.processor, rollouts))) <= 1e-5
+        assert max(map(torch.max, rollout_gaps(server.hf, server.processor, rollouts))) > 1e-3
         assert set(itertools.chain(*(r.versions for r in rollouts))) == {number}
         assert places(rollouts) == [(uid, i) for uid in ("one", "none", "two", "three") for i in range(3)]
 
 
-def test_responses_of_an_engine_that_a_sync_aborts(engine, running, mixed, nudged):
-    through, prompts = engine(in_flight="abort"), make_prompts(mixed, running.processor)
-    weights = {1: running.hf, 2: nudged()}
-    through.load_weights(named(weights[1]))
+def test_an_engine_continues_responses_that_a_sync_aborts(make_engine, server, mixed, make_perturbed):
+    engine, prompts = make_engine(in_flight="abort"), make_prompts(mixed, server.processor)
+    weights = {1: server.hf, 2: make_perturbed()}
+    engine.load_weights(named(weights[1]))
     rollouts = in_the_middle(
-        through, prompts, 8, SamplingParams(200), lambda: through.load_weights(named(weights[2])), after=1.0)
-    policies = {version: M.Policy(hf, running.processor) for version, hf in weights.items()}
+        engine, prompts, 8, SamplingParams(200), lambda: engine.load_weights(named(weights[2])), after=1.0)
+    policies = {version: M.Policy(hf, server.processor) for version, hf in weights.items()}
     crossed = 0
     for r in rollouts:
-        found = spans(r)
-        crossed += len(found) == 2
-        assert [version for version, *_ in found] in ([1], [2], [1, 2])
-        for version, first, end in found:
+        parts = spans(r)
+        crossed += len(parts) == 2
+        assert [version for version, *_ in parts] in ([1], [2], [1, 2])
+        for version, first, end in parts:
             theirs = trainer_logprobs(policies[version], r)[first:end]
             assert (theirs - torch.tensor(r.logprobs[first:end])).abs().max() <= 1e-5
-    print(f"{crossed} of {len(rollouts)} responses under two versions")
+    print(f"{crossed} of {len(rollouts)} responses were sampled by two versions of the weights")
     assert crossed > 3 and {r.finish_reason for r in rollouts} <= {"stop", "length"}
 
 
-def test_a_whole_asynchronous_run(engine, running, data, tmp_path):  # noqa: F811
-    more = ["--rollout", "server", "--servers", running.url, "--async-steps", 1, "--steps", 4]
-    done = run_command([sys.executable, "train.py", *flags(running.folder, data, tmp_path / "out", *more)])
+def test_a_complete_asynchronous_run(make_engine, server, data, tmp_path):  # noqa: F811
+    options = ["--rollout", "server", "--servers", server.url, "--async-steps", 1, "--steps", 4]
+    done = run_command([sys.executable, "train.py", *flags(server.folder, data, tmp_path / "out", *options)])
     assert "self-test: " in done.stdout and "under new weights" in done.stdout
     steps = [row for row in rows(tmp_path / "out") if "async/staleness" in row]
     ages = [row["async/staleness_max"] for row in steps]
-    # 0 later, too, if a sync came before the first token of the batch that was sampled ahead
+    # later ages are 0 too if a sync came before the first token of the batch that was sampled ahead
     assert len(ages) == 4 and ages[0] == 0 and max(ages) == 1
     assert steps[0]["mismatch/max_abs_logprob_diff"] <= 1e-5 and all(row["sync/servers"] == 1 for row in steps)
 
 
-# --- other families, and an end ---------------------------------------------------------------------------------------
+# --- other families, and a server that is killed ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
-def test_other_families_serve_and_are_lost_when_they_are_killed(family, toys, mixed, tmp_path):
+def test_other_families_are_served_and_a_killed_server_is_reported(family, toys, mixed, tmp_path):
     folder = toys(family)
     hf, processor = M.load_hf(str(folder)).eval(), M.Processor(str(folder))
     prompts = make_prompts(mixed, processor)
 
-    async def what(url):
+    async def compare(url):
         async with httpx2.AsyncClient(trust_env=False) as http:
             trainer = Trainer(SimpleNamespace(url=url, processor=processor), http)
             assert await trainer.server.limits("disk") == (384, 1)
-            pairs = await trainer.asked(prompts)
-            check(hf, trainer, pairs, pairs[0][1].labels[0])
+            pairs = await trainer.ask_all(prompts)
+            check_answers(hf, trainer, pairs, pairs[0][1].labels[0])
             with torch.no_grad():
                 for p in hf.parameters():
                     p += 0.2 * p.std(unbiased=False) * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
@@ -531,12 +536,12 @@ def test_other_families_serve_and_are_lost_when_they_are_killed(family, toys, mi
             await trainer.server.pause("abort")
             await trainer.sync(hf, "new")
             await trainer.server.resume()
-            check(hf, trainer, await trainer.asked(prompts), "new")
+            check_answers(hf, trainer, await trainer.ask_all(prompts), "new")
             trainer.leave()
 
-    with served(folder, tmp_path / "log") as (url, process):
-        asyncio.run(what(url))
-        engine = engine_of(url, processor, tmp_path)
+    with start_server(folder, tmp_path / "log") as (url, process):
+        asyncio.run(compare(url))
+        engine = connect_engine(url, processor, tmp_path)
         engine.load_weights(named(hf))
         sampling, errors = SamplingParams(250), []
 
@@ -546,13 +551,13 @@ def test_other_families_serve_and_are_lost_when_they_are_killed(family, toys, mi
             errors.append(str(caught.value))
 
         in_the_middle(SimpleNamespace(generate=lambda *_: sample()), prompts, 2, sampling, partial(kill, process))
-        told = rf"rollout servers: none is available \({url}: /generate: .*\); restart them, then repeat .*auto"
-        assert re.fullmatch(told, errors[0])
+        message = rf"rollout servers: none is available \({url}: /generate: .*\); restart them, then repeat .*auto"
+        assert re.fullmatch(message, errors[0])
         with pytest.raises(UserError, match=f"rollout servers: none accepted the new weights .{url}"):
             engine.load_weights(named(hf))
 
 
-def test_names_are_the_checkpoints():
+def test_names_are_those_of_the_checkpoint():
     assert checkpoint_name("model.visual.blocks.0.attn.qkv.weight") == "visual.blocks.0.attn.qkv.weight"
     assert checkpoint_name("model.language_model.norm.weight") == "model.norm.weight"
     assert checkpoint_name("lm_head.weight") == "lm_head.weight"

@@ -19,9 +19,9 @@ import parallel.tensor_parallel as tensor_parallel
 import train
 from parallel.checkpoint import load_model_or_checkpoint
 
-# What divides and what does not: biases, head norms, deepstack, experts, recurrent layers; a tower or merger that
-# trains; adapters and recomputed activations; losses that couple the tokens of a response; a value head, a critic, a
-# reference
+# With the two families below, these cases cover modules that tensor parallelism divides and those that it does not:
+# biases, head norms, deepstack, experts, recurrent layers; a trained tower or merger; adapters and recomputed
+# activations; losses that couple the tokens of a response; a value head, a critic, a reference model.
 CASES = [
     "--train-vision all",
     "--train-vision all --algo ppo --update-epochs 1",
@@ -38,15 +38,15 @@ def test_tensor_parallel_equals_one_process_in_double_precision(family, worlds, 
     cases = [f"--micro-tokens 130 --tp 2 {case} float64" for case in CASES]
     results = parity(toys[family], tmp_path, *cases, worlds=(1, *worlds))
     for world in worlds:
-        for case, one, some in zip(cases, results[1], results[world], strict=True):
-            assert_equal_updates(one, some, f"{case} on {world} processes", tolerance=1e-10)
+        for case, single, sharded in zip(cases, results[1], results[world], strict=True):
+            assert_equal_updates(single, sharded, f"{case} on {world} processes", tolerance=1e-10)
     images = results[4][0][
         "images"
-    ]  # per rank, per micro-batch: the same in a group, and some group has one without any
+    ]  # per rank and micro-batch: equal in a tensor-parallel group; some group has a micro-batch without images
     assert images[0] == images[1] != images[2] == images[3] and 0 in images[0] + images[2]
     name = "policy.hf.model.language_model.layers.0.input_layernorm.weight"
     gradients = [result["gradients"][name] for result in results[1] if name in result["gradients"]]
-    assert len(gradients) == len(CASES) - 1  # and the cases are not all the same
+    assert len(gradients) == len(CASES) - 1  # all cases but the one with adapters; no two of these gradients are equal
     assert all((a - b).norm() > 1e-3 * a.norm() for i, a in enumerate(gradients[1:]) for b in gradients[1:][:i])
 
 
@@ -55,13 +55,13 @@ def test_tensor_parallel_and_replicas_equal_one_process(toys, tmp_path):
     demo.make_model(tmp_path / "tied", "qwen2_5_vl", hidden=64, layers=2, vocab=448, tied=True)
     cases = [f"--micro-tokens 130 --tp 2 --replicate {r} --train-vision all --kl-coef 0.1" for r in (1, 2)]
     results = parity(tmp_path / "tied", tmp_path, *cases, worlds=(1, 4))
-    for case, one, four in zip(cases, results[1], results[4], strict=True):
-        assert_equal_updates(one, four, case)
+    for case, single, four in zip(cases, results[1], results[4], strict=True):
+        assert_equal_updates(single, four, case)
 
 
 LOSSES = [
     "--algo gspo --clip-low 0.05 --clip-high 0.05",
-    "--loss spread",  # of parity_worker.py
+    "--loss spread",  # defined in parity_worker.py
     "--algo-args ratio_mask=0.8,1.25",
     "--algo gspo --clip-low 0.1 --clip-high 0.1 --algo-args ratio_mask=0.8,1.25 --entropy-coef 0.05",
     "--algo sapo --algo-args tis_cap=1.5 ratio_mask=0.8,1.25 --kl-coef 0.1",
@@ -71,28 +71,63 @@ LOSSES = [
 
 @pytest.mark.slow
 def test_losses_do_not_depend_on_how_rollouts_are_laid_out(toys, tmp_path):
-    """Random settings on two processes against one process that has all of a minibatch in one micro-batch and block."""
-    rng, whole, divided = random.Random(591), [], []  # its draws cut rollouts in every way
+    """Updates with random settings on two processes equal those of one process that has a whole minibatch in one
+    micro-batch and block."""
+    rng, undivided, divided = random.Random(591), [], []  # with this seed, rollouts are divided in every way
     for loss, turns in [*((loss, "turns") for loss in LOSSES), *((loss, "") for loss in LOSSES[::2])]:
         updates = rng.choice(["", "--update-epochs 2", "--minibatches 2"])
         case = f"{loss} {updates} --loss-agg {rng.choice(['token', 'seq', 'const'])} sgd=0.02 {turns}"
-        whole.append(f"{case} --micro-tokens 4000")
+        undivided.append(f"{case} --micro-tokens 4000")
         divided.append(f"{case} --micro-tokens {rng.choice([60, 70, 4000])} --tp {rng.choice([1, 2])}")
         divided[-1] += f" block={rng.choice([3, 8, 4000])}"
-    results = parity(toys["qwen3_vl"], tmp_path, *whole, worlds=(1,)) | parity(
+    results = parity(toys["qwen3_vl"], tmp_path, *undivided, worlds=(1,)) | parity(
         toys["qwen3_vl"], tmp_path, *divided, worlds=(2,)
     )
-    for case, one, two in zip(divided, results[1], results[2], strict=True):
-        assert one["micros"] == 1 and two["split"] == ("turns" in case and "--micro-tokens 4000" not in case), case
-        assert_equal_updates(one, two, case)
-        if "tis-mask" in case:
-            assert one["metrics"]["rollout/ratio_masked"] > 0, case
+    for case, single, two in zip(divided, results[1], results[2], strict=True):
+        assert single["micros"] == 1 and two["split"] == ("turns" in case and "--micro-tokens 4000" not in case), case
+        assert_equal_updates(single, two, case)
+        if "ratio_mask=" in case:
+            assert single["metrics"]["rollout/ratio_masked"] > 0, case
+
+
+METHODS = [  # of algorithms/
+    "--algo papo --max-gen-batches 1 --algo-args perception_coef=0.5",
+    "--algo papo --max-gen-batches 1 --algo-args perception_coef=0.5 perception_kl=k3 view=noise view_share=0.9",
+    "--algo vppo --max-gen-batches 1",
+    "--algo-args token_score=entropy token_scope=step token_share=0.3",
+    "--algo-args token_score=random token_share=0.4 vision_kl=true view=blank",
+    "--algo opd --teacher {toy}",
+    "--algo grpo --teacher {toy} --algo-args distill_coef=0.5",
+    "--algo clip_cov --minibatches 2 --algo-args clip_cov=0.2 cov_low=-9",
+    "--algo kl_cov --minibatches 2 --algo-args kl_cov=0.2",
+    "--algo gmpo",
+    "--algo dppo",
+    "--algo opo",
+    "--algo-args reward_weights=reward=1,length=0.5",
+    "--algo-args train_samples=3",
+]
 
 
 @pytest.mark.slow
-def test_uneven_parts(toys, tmp_path):
-    """Three shards of two parts: no dimension of the toy is a multiple of three. With a bias on the outputs that are
-    summed."""
+def test_methods_do_not_depend_on_how_rollouts_are_laid_out(toys, tmp_path):
+    """The same for the methods, in double precision, so that rounding chooses no other tokens."""
+    rng, undivided, divided, toy = random.Random(7), [], [], toys["qwen3_vl"]
+    for method in METHODS:
+        updates = "" if "--minibatches" in method else rng.choice(["--update-epochs 2", "--minibatches 2"])
+        vision, turns = rng.choice(["none", "all"]), rng.choice(["turns", ""])
+        case = f"{method.format(toy=toy)} {updates} --train-vision {vision} sgd=0.02 float64 {turns}"
+        undivided.append(f"{case} --micro-tokens 4000")
+        divided.append(f"{case} --micro-tokens {rng.choice([60, 70])} --tp {rng.choice([1, 2])}")
+    results = parity(toy, tmp_path, *undivided, worlds=(1,)) | parity(toy, tmp_path, *divided, worlds=(2,))
+    for case, single, two in zip(divided, results[1], results[2], strict=True):
+        assert_equal_updates(single, two, case, tolerance=1e-9)
+    assert any("--tp 2" in case for case in divided) and any("--tp 1" in case for case in divided)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_with_uneven_shards_equals_one_process(toys, tmp_path):
+    """FSDP over three ranks, each with tensor parallelism over two: no dimension of the toy is a multiple of three. The
+    outputs that are summed over ranks have a bias."""
     shutil.copytree(toys["qwen3_vl"], tmp_path / "toy")
     config = json.loads((tmp_path / "toy" / "config.json").read_text())
     config["text_config"]["attention_bias"] = True
@@ -109,9 +144,9 @@ def test_uneven_parts(toys, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_parts(toys, shapes, tmp_path):  # noqa: F811
-    """Tensor parallel or not, the same steps; and either continues from the other's checkpoint."""
-    more = [
+def test_a_run_continues_with_another_tp(toys, shapes, tmp_path):  # noqa: F811
+    """Runs with and without tensor parallelism have equal metrics, and each continues from the other's checkpoint."""
+    common = [
         "--steps",
         4,
         "--save-every",
@@ -127,8 +162,8 @@ def test_a_run_goes_on_with_other_parts(toys, shapes, tmp_path):  # noqa: F811
     ]
     alone = [sys.executable, "train.py"]
     divided = [*TORCHRUN, 2, "train.py"]
-    run([*alone, *flags(toys["qwen3_vl"], shapes[0], tmp_path / "alone", *more)])
-    run([*divided, *flags(toys["qwen3_vl"], shapes[0], tmp_path / "divided", *more, "--tp", 2)])
+    run([*alone, *flags(toys["qwen3_vl"], shapes[0], tmp_path / "alone", *common)])
+    run([*divided, *flags(toys["qwen3_vl"], shapes[0], tmp_path / "divided", *common, "--tp", 2)])
     for a, b in zip(rows(tmp_path / "alone"), rows(tmp_path / "divided"), strict=True):
         assert a.keys() == b.keys() and a["policy/grad_norm"] > 0.1  # clipped
         for key in (
@@ -140,22 +175,22 @@ def test_a_run_goes_on_with_other_parts(toys, shapes, tmp_path):  # noqa: F811
             "policy/entropy",
         ):
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), (a["step"], key)
-    want, start = (
+    expected, initial = (
         load_model_or_checkpoint(str(tmp_path / "alone")).state_dict(),
         M.load_hf(str(toys["qwen3_vl"])).state_dict(),
     )
-    moved = max((want[k] - start[k]).abs().max() for k in want)
+    moved = max((expected[k] - initial[k]).abs().max() for k in expected)
     for name, command, extra in (("alone", divided, ["--tp", 2]), ("divided", alone, ["--tp", 1])):
         half = tmp_path / name / "checkpoints" / "step_000002"
         out = tmp_path / f"{name}-on"
-        done = run([*command, *flags(toys["qwen3_vl"], shapes[0], out, *more, *extra, "--resume", half)])
+        done = run([*command, *flags(toys["qwen3_vl"], shapes[0], out, *common, *extra, "--resume", half)])
         assert f"resumed from {half}" in done.stdout
         got = load_model_or_checkpoint(str(out)).state_dict()
-        assert max((want[k] - got[k]).abs().max() for k in want) < 0.05 * moved, name
+        assert max((expected[k] - got[k]).abs().max() for k in expected) < 0.05 * moved, name
     run([sys.executable, "merge_lora.py", tmp_path / "divided", "--out", tmp_path / "merged"])
 
 
-def test_models_that_do_not_divide_are_named(toys):
+def test_models_that_cannot_be_divided_are_refused(toys):
     config = M.load_config(str(toys["qwen3_vl"]))
     tensor_parallel.check_tp(config, 2)
     with pytest.raises(ValueError, match="--tp 4: the model's 2 key-value heads cannot be divided .* a divisor of 2"):
@@ -179,7 +214,7 @@ def test_models_that_do_not_divide_are_named(toys):
 
 
 @pytest.mark.parametrize("bound", [1e-3, 1e3])
-def test_the_gradient_norm_is_torchs(bound, loaded):
+def test_clip_gradients_equals_torchs(bound, loaded):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         hf, processor = loaded["qwen2_5_vl"]

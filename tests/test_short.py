@@ -1,4 +1,4 @@
-"""Every script of benchmarks/ and runs/ still runs, with --short.   pytest tests/test_short.py"""
+"""Every script of benchmarks/ and runs/ runs with --short.   pytest tests/test_short.py"""
 
 import os
 import shutil
@@ -10,14 +10,16 @@ from warm import run_command
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "runs").glob("*.sh")])
-ELSEWHERE = {"faults.py": "test_faults.py", "gpu.py": "test_gpu_bench.py", "learning.py": "test_learning.py"}
-DEMOS = {"look_closer.sh": "seed0", "tasks.sh": "shapes/seed0", "demo_seeds.sh": "demo_seed0"}  # where its demo is
-MORE = {"vs_trl.py": ["--only", "speed"]}  # of its other part see test_vs_trl.py
+TESTED_ELSEWHERE = {"faults.py": "test_faults.py", "gpu.py": "test_gpu_bench.py", "learning.py": "test_learning.py",
+                    "looking.py": "test_shortcut.py"}
+DEMOS = {"look_closer.sh": "seed0", "tasks.sh": "shapes/seed0", "demo_seeds.sh": "demo_seed0",
+         "distillation.sh": "demo"}  # folder of its demo
+EXTRA_FLAGS = {"vs_trl.py": ["--only", "speed"]}  # test_vs_trl.py tests its other part
 
 
 def run(script: Path, out: Path) -> str:
     python = [sys.executable] if script.suffix == ".py" else ["bash"]
-    flags = [] if script.name == "size.py" else ["--short", *MORE.get(script.name, [])]
+    flags = [] if script.name == "size.py" else ["--short", *EXTRA_FLAGS.get(script.name, [])]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "OUT": str(out), "PYTHON": sys.executable}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     done = run_command([*python, script, *flags], env=env, timeout=500)
@@ -27,14 +29,16 @@ def run(script: Path, out: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.name not in {*ELSEWHERE, *DEMOS}], ids=lambda s: s.name)
-def test_it_runs(script, tmp_path):
+@pytest.mark.parametrize(
+    "script", [s for s in SCRIPTS if s.name not in {*TESTED_ELSEWHERE, *DEMOS}], ids=lambda s: s.name
+)
+def test_script_runs_with_short(script, tmp_path):
     assert run(script, tmp_path).strip()
 
 
 @pytest.mark.slow
-def test_the_scripts_of_demos_run(tmp_path):
-    """The demo itself is run once: the others find it where they would have made it."""
+def test_scripts_that_use_the_demo_run(tmp_path):
+    """Only look_closer.sh runs the demo; the others find its copy where they would have run it."""
     for name, place in DEMOS.items():
         out = tmp_path / name
         if name != "look_closer.sh":
@@ -42,7 +46,7 @@ def test_the_scripts_of_demos_run(tmp_path):
         assert "seed" in run(ROOT / "runs" / name, out)
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_other_tests_run_the_others(name):
-    text = (ROOT / "tests" / ELSEWHERE[name]).read_text()
+@pytest.mark.parametrize("name", TESTED_ELSEWHERE)
+def test_the_remaining_scripts_have_their_own_tests(name):
+    text = (ROOT / "tests" / TESTED_ELSEWHERE[name]).read_text()
     assert f'"benchmarks/{name}"' in text and '"--short"' in text and (ROOT / "benchmarks" / name).exists()

@@ -1,4 +1,7 @@
-"""The loop as users run it: subprocesses, one and two processes, killed and resumed.   pytest tests/test_train.py"""
+"""Training as users run it, in subprocesses: on one and several processes, killed and resumed.
+
+pytest tests/test_train.py
+"""
 
 import json
 import math
@@ -59,8 +62,8 @@ def shapes(tmp_path_factory):
     )
 
 
-def flags(model, data, out, *more):
-    # random rewards: a random toy never earns one, and without a reward there is nothing to train on
+def flags(model, data, out, *extra_flags):
+    # random rewards, because a random toy model never earns one, and without rewards there is nothing to train on
     reward = Path(data).parent / "reward.py"
     reward.write_text(
         "def score(response, example):\n    return {'reward': (len(response) * 7919 % 5) / 4, 'length': "
@@ -73,7 +76,7 @@ def flags(model, data, out, *more):
         data,
         "--out",
         out,
-        *([] if "--reward" in more else ["--reward", f"{reward}:score"]),
+        *([] if "--reward" in extra_flags else ["--reward", f"{reward}:score"]),
         "--prompts-per-step",
         4,
         "--group-size",
@@ -86,7 +89,7 @@ def flags(model, data, out, *more):
         120,
         "--lr",
         "1e-3",
-        *more,
+        *extra_flags,
     ]
 
 
@@ -102,7 +105,7 @@ def without_time(out):
 
 
 def parity(toy, tmp_path, *cases, worlds=(1, 2)):
-    """Results of the worker for each number of processes: {world: [one per case]}."""
+    """Run parity_worker.py on each number of processes. Return {number of processes: [result of each case]}."""
     flags = [flag for case in cases for flag in ("/", *case.split())][1:]
     results = {}
     for world in worlds:
@@ -112,30 +115,35 @@ def parity(toy, tmp_path, *cases, worlds=(1, 2)):
     return results
 
 
-def assert_equal_updates(one, several, what, tolerance=1e-5):
-    assert one["metrics"]["update/tokens"] == several["metrics"]["update/tokens"] > 50, what
-    assert one["metrics"].keys() == several["metrics"].keys(), what
-    measured = [key for key in one["metrics"] if not key.startswith("balance/")]
+def assert_equal_updates(one_process, several_processes, case, tolerance=1e-5):
+    assert one_process["metrics"]["update/tokens"] == several_processes["metrics"]["update/tokens"] > 50, case
+    assert one_process["metrics"].keys() == several_processes["metrics"].keys(), case
+    measured = [
+        key for key in one_process["metrics"] if not key.startswith("balance/") and key != "update/useful_tokens"
+    ]  # both depend on the layout
     for key in measured:
         bound = {"rel": 1e-6 if key.startswith("loss/") else 1e-5, "abs": 1e-6}
-        assert one["metrics"][key] == pytest.approx(several["metrics"][key], **bound), (what, key)
-    assert one["gradients"].keys() == several["gradients"].keys() and one["metrics"]["policy/grad_norm"] > 1e-3
-    largest = max(g.norm() for g in one["gradients"].values())
-    for name, gradient in one["gradients"].items():
-        error = (gradient - several["gradients"][name]).norm() / gradient.norm().clamp(min=1e-4 * largest)
-        assert error < tolerance, f"{what}, {name}: relative difference {error:.1e}"
+        assert one_process["metrics"][key] == pytest.approx(several_processes["metrics"][key], **bound), (case, key)
+    assert (
+        one_process["gradients"].keys() == several_processes["gradients"].keys()
+        and one_process["metrics"]["policy/grad_norm"] > 1e-3
+    )
+    largest = max(g.norm() for g in one_process["gradients"].values())
+    for name, gradient in one_process["gradients"].items():
+        error = (gradient - several_processes["gradients"][name]).norm() / gradient.norm().clamp(min=1e-4 * largest)
+        assert error < tolerance, f"{case}, {name}: relative difference {error:.1e}"
 
 
-def assert_moved(one, several, what):
-    """Groups went from one process to another. Of two the heavier has less to do then; of four the heaviest has one
-    group alone, before and after."""
-    assert not any(one["moved"]) and any(several["moved"]), what
-    trained, sampled = several["metrics"]["balance/trained"], several["metrics"]["balance/sampled"]
-    assert trained <= sampled and (trained < sampled or len(several["moved"]) > 2), what
+def assert_moved(one_process, several_processes, case):
+    """Assert that groups moved from one process to another. This lowers the larger of two processes' loads. With four
+    processes the largest load may stay the same, because it is a single group."""
+    assert not any(one_process["moved"]) and any(several_processes["moved"]), case
+    trained, sampled = several_processes["metrics"]["balance/trained"], several_processes["metrics"]["balance/sampled"]
+    assert trained <= sampled and (trained < sampled or len(several_processes["moved"]) > 2), case
 
 
 @pytest.mark.parametrize(
-    "family,more",
+    "family,extra_flags",
     [
         ("qwen2_5_vl", "--train-vision all"),
         pytest.param("qwen3_vl", "--train-vision all --loss-agg seq", marks=pytest.mark.slow),
@@ -144,74 +152,75 @@ def assert_moved(one, several, what):
         pytest.param("qwen3_5_moe", "--train-vision tower", marks=pytest.mark.slow),
     ],
 )
-def test_two_processes_equal_one(family, more, toys, tmp_path):
-    results = parity(toys[family], tmp_path, f"--micro-tokens 130 {more}")
-    one, two = results[1][0], results[2][0]
-    assert two["micros"] > 1
-    assert 0 in {a for a, b in zip(*two["images"], strict=True) if b} | {
-        b for a, b in zip(*two["images"], strict=True) if a
+def test_two_processes_equal_one(family, extra_flags, toys, tmp_path):
+    results = parity(toys[family], tmp_path, f"--micro-tokens 130 {extra_flags}")
+    one_process, two_processes = results[1][0], results[2][0]
+    assert two_processes["micros"] > 1
+    assert 0 in {a for a, b in zip(*two_processes["images"], strict=True) if b} | {
+        b for a, b in zip(*two_processes["images"], strict=True) if a
     }
-    names = {n.removeprefix("policy.hf.model.visual.") for n in one["gradients"] if "visual" in n}
+    names = {n.removeprefix("policy.hf.model.visual.") for n in one_process["gradients"] if "visual" in n}
     mergers = {n for n in names if "merger" in n}
-    assert bool(names - mergers) == ("vision all" in more or "vision tower" in more)
-    assert bool(mergers) == ("vision all" in more or "vision merger" in more)
-    assert_moved(one, two, more)
-    assert_equal_updates(one, two, more)
+    assert bool(names - mergers) == ("vision all" in extra_flags or "vision tower" in extra_flags)
+    assert bool(mergers) == ("vision all" in extra_flags or "vision merger" in extra_flags)
+    assert_moved(one_process, two_processes, extra_flags)
+    assert_equal_updates(one_process, two_processes, extra_flags)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
 def test_every_family_goes_through_the_whole_loop(family, toys, shapes, tmp_path):
-    """Trained, evaluated, merged and opened by transformers alone."""
+    """Each family is trained and evaluated, then merged, and transformers opens the result."""
     command = flags(toys[family], shapes[0], tmp_path / "run", "--steps", 2, "--lr", 1e-2, "--eval-data", shapes[0])
     run([sys.executable, "train.py", *command])
     row = rows(tmp_path / "run")[-1]
     assert row["step"] == 2 and row["mismatch/max_abs_logprob_diff"] < 1e-4 and row["policy/grad_norm"] > 0
     run([sys.executable, "merge_lora.py", tmp_path / "run", "--out", tmp_path / "merged"])
-    ours, before = (M.load_hf(str(path)).state_dict() for path in (tmp_path / "merged", toys[family]))
-    assert any(not torch.equal(ours[name], before[name]) for name in before)
+    merged, before = (M.load_hf(str(path)).state_dict() for path in (tmp_path / "merged", toys[family]))
+    assert any(not torch.equal(merged[name], before[name]) for name in before)
 
 
 @pytest.mark.slow
-def test_a_family_outside_the_table_is_found_by_its_paths(toys, shapes, tmp_path):
-    """The same run with the row, and without it but with the paths."""
+def test_a_family_outside_the_table_trains_with_its_paths(toys, shapes, tmp_path):
+    """A family without a row in model.FAMILIES, but with --family-paths, trains as it does with the row."""
     command = flags(toys["qwen3_vl"], shapes[0], tmp_path / "a", "--steps", 1)
     run([sys.executable, "train.py", *command])
     program = (
         "import model, runpy, sys; del model.FAMILIES['qwen3_vl']; sys.argv[:] = sys.argv[1:]; "
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    without = [
+    without_row = [
         sys.executable,
         "-c",
         program,
         "train.py",
         *flags(toys["qwen3_vl"], shapes[0], tmp_path / "b", "--steps", 1),
     ]
-    run([*without, "--family-paths", "model.visual", "model.language_model"])
+    run([*without_row, "--family-paths", "model.visual", "model.language_model"])
     assert without_time(tmp_path / "a") == without_time(tmp_path / "b")
-    run([*without[:3], "merge_lora.py", tmp_path / "b", "--out", tmp_path / "merged"])
+    run([*without_row[:3], "merge_lora.py", tmp_path / "b", "--out", tmp_path / "merged"])
 
 
 @pytest.mark.slow
 def test_four_processes_and_two_replicas_of_two_equal_one(toys, tmp_path):
-    """HSDP; with a tower that trains, uneven micro-batches, text-only ranks, a reference, a tied head and adapters."""
+    """Four processes, also as two replicas (HSDP), equal one process: with a trained vision tower, uneven
+    micro-batches, text-only ranks, a reference model, a tied head, and adapters."""
     demo.make_model(tmp_path / "tied", "qwen2_5_vl", hidden=64, layers=2, vocab=448, tied=True)
     cases = ["--train-vision all --kl-coef 0.1", "--lora-rank 4 --train-vision tower"]
     cases = [f"--micro-tokens 130 --replicate {r} {case}" for case in cases for r in (1, 2)]
     results = parity(tmp_path / "tied", tmp_path, *cases, worlds=(1, 4))
-    for i, (one, four) in enumerate(zip(results[1], results[4], strict=True)):
-        assert_moved(one, four, f"case {i}")
-        assert_equal_updates(one, four, f"case {i} on four processes")
+    for i, (one_process, four_processes) in enumerate(zip(results[1], results[4], strict=True)):
+        assert_moved(one_process, four_processes, f"case {i}")
+        assert_equal_updates(one_process, four_processes, f"case {i} on four processes")
 
 
 @pytest.mark.slow
 def test_bfloat16_weights_with_and_without_adapters(toys, shapes, tmp_path):
-    """Adapters stay fp32 next to bfloat16 weights, so the smallest update moves them; of bfloat16 weights hardly
-    any."""
-    for more, moves in ((["--lora-rank", 2], True), ([], False)):
-        out = tmp_path / str(moves)
-        command = ["--steps", 1, "--master-dtype", "bf16", "--lr", 1e-7, "--dtype", "bfloat16", *more]
+    """Adapters stay fp32 next to bfloat16 weights, so a tiny update changes them. It changes hardly any bfloat16
+    weight."""
+    for extra_flags, has_adapters in ((["--lora-rank", 2], True), ([], False)):
+        out = tmp_path / str(has_adapters)
+        command = ["--steps", 1, "--master-dtype", "bf16", "--lr", 1e-7, "--dtype", "bfloat16", *extra_flags]
         run([*TORCHRUN, 2, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], out, *command)])
         assert rows(out)[0]["policy/grad_norm"] > 0
         after, before = (
@@ -219,12 +228,12 @@ def test_bfloat16_weights_with_and_without_adapters(toys, shapes, tmp_path):
             M.load_hf(str(toys["qwen2_5_vl"])).state_dict(),
         )
         name = "model.language_model.layers.0.mlp.up_proj.weight"
-        stayed = (after[name] == (before[name] if moves else before[name].bfloat16().float())).double().mean()
-        assert stayed == 1 if moves else stayed > 0.98  # the few smallest weights have room for it
-        assert not moves or 0 < after[name.replace("weight", "lora_B")].abs().max() < 1e-6
+        unchanged = (after[name] == (before[name] if has_adapters else before[name].bfloat16().float())).double().mean()
+        assert unchanged == 1 if has_adapters else unchanged > 0.98  # the few smallest weights change
+        assert not has_adapters or 0 < after[name.replace("weight", "lora_B")].abs().max() < 1e-6
 
 
-# With two epochs the policy of the worker is away from the old one, and some ratios are clipped
+# With two epochs the worker's policy moves away from the old one, and some ratios are clipped
 ALGORITHMS = [
     "--algo dapo --truncated mask --update-epochs 2",
     "--algo gspo --update-epochs 2",
@@ -246,34 +255,37 @@ ALGORITHMS = [
 
 
 @pytest.mark.slow
-def test_no_algorithm_depends_on_the_processes_or_the_micro_batches(toys, tmp_path):
+def test_no_algorithm_depends_on_the_number_of_processes_or_micro_batches(toys, tmp_path):
     small, whole = ([f"{case} --micro-tokens {n}" for case in ALGORITHMS] for n in (130, 4000))
     results = parity(toys["qwen2_5_vl"], tmp_path, *small, worlds=(2,))
     results |= parity(toys["qwen2_5_vl"], tmp_path, *small, *whole, worlds=(1,))
     gradients = []
     for i, case in enumerate(ALGORITHMS):
-        two, one, packed = results[2][i], results[1][i], results[1][len(ALGORITHMS) + i]
-        assert two["micros"] > 1 and packed["micros"] == 1
-        assert_moved(one, two, case)
-        assert_equal_updates(one, two, f"{case} on two processes")
-        assert_equal_updates(one, packed, f"{case} in one micro-batch")
-        names = one["gradients"].keys()
+        two_processes, one_process, packed = results[2][i], results[1][i], results[1][len(ALGORITHMS) + i]
+        assert two_processes["micros"] > 1 and packed["micros"] == 1
+        assert_moved(one_process, two_processes, case)
+        assert_equal_updates(one_process, two_processes, f"{case} on two processes")
+        assert_equal_updates(one_process, packed, f"{case} in one micro-batch")
+        names = one_process["gradients"].keys()
         assert ("policy.value_head.weight" in names) == ("--algo ppo" in case and "separate" not in case)
         assert ("critic.value_head.weight" in names) == ("separate" in case) and not any(
             n.startswith("reference") for n in names
         )
         up = "policy.hf.model.language_model.layers.0.mlp.up_proj"
         assert (f"{up}.weight" in names) != ("lora" in case) and any("visual" in n for n in names) == ("vision" in case)
-        gradients.append(one["gradients"][f"{up}.lora_A" if "lora" in case else f"{up}.weight"])
+        gradients.append(one_process["gradients"][f"{up}.lora_A" if "lora" in case else f"{up}.weight"])
         if "kl-coef 0.1" in case:
-            assert one["metrics"]["policy/kl_ref"] > 1e-4
+            assert one_process["metrics"]["policy/kl_ref"] > 1e-4
         if "epochs 2" in case:
-            assert one["metrics"]["policy/approx_kl"] > 1e-2
+            assert one_process["metrics"]["policy/approx_kl"] > 1e-2
         if "epochs 2" in case and "sapo" not in case:
-            assert 0 < one["metrics"]["policy/clip_frac"] < 1
+            assert 0 < one_process["metrics"]["policy/clip_frac"] < 1
         if "tis" in case:
-            assert one["metrics"]["rollout/ratio_masked"] > 0 and one["metrics"]["rollout/tis_capped"] > 0
-    # and the cases differ from each other: no flag was without effect
+            assert (
+                one_process["metrics"]["rollout/ratio_masked"] > 0
+                and one_process["metrics"]["rollout/tis_capped"] > 0
+            )
+    # all cases differ from each other, so every flag had an effect
     for i, a in enumerate(gradients):
         assert all(a.shape != b.shape or (a - b).norm() > 1e-3 * a.norm() for b in gradients[:i]), ALGORITHMS[i]
 
@@ -282,21 +294,21 @@ def test_no_algorithm_depends_on_the_processes_or_the_micro_batches(toys, tmp_pa
 
 
 def descendants(pid):
-    """pid and everything below it: torchrun puts its workers into sessions of their own."""
+    """Return the ids of a process and all its descendants. (torchrun starts its workers in separate sessions.)"""
     parents = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
         except (FileNotFoundError, ProcessLookupError):
-            continue  # ended meanwhile
-    found = [pid]
-    for p in found:
-        found += [child for child, parent in parents.items() if parent == p]
-    return found
+            continue  # it has ended
+    pids = [pid]
+    for p in pids:
+        pids += [child for child, parent in parents.items() if parent == p]
+    return pids
 
 
 def kill_after(command, out, step):
-    """SIGKILL every process of the run once `step` is logged."""
+    """Kill all processes of the run with SIGKILL once `step` is logged."""
     log = Path(out).parent / "killed.log"
     with forked(list(map(str, command)), ROOT, None, log, log) as processes:
         deadline = time.time() + 200
@@ -310,14 +322,15 @@ def kill_after(command, out, step):
             os.kill(pid, signal.SIGKILL)
 
 
-def often_ending(model):
-    """So many end tokens that a random toy ends its responses."""
+def add_end_tokens(model):
+    """Declare so many tokens as end tokens that a random toy model ends some of its responses."""
     path = model / "generation_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps(settings | {"eos_token_id": [settings["eos_token_id"], *range(3, 256, 6)]}))
 
 
-# All that a run carries from step to step: value head, refreshed reference, adaptive coefficient, position of the data
+# With these flags a run has all kinds of state: value head, refreshed reference, adaptive KL coefficient, and a
+# position in the data that does not follow from the step
 EVERYTHING = (
     "--algo ppo --update-epochs 1 --algo-args critic_lr=1e-3 critic_warmup_steps=1 kl_in=reward kl_target=0.01 "
     "ref_every=4 --kl-coef 0.1 --max-gen-batches 4 --truncated penalise"
@@ -328,13 +341,13 @@ EPISODES = ["--env", "{env}", "--max-turns", 3, "--turn-gamma", 0.9, "--max-new-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world,more",
+    "world,extra_flags",
     [(1, ["--update-epochs", 2]), (2, ["--update-epochs", 2]), (2, EVERYTHING), (2, EPISODES)],
     ids=["1", "2", "everything", "episodes"],
 )
-def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, more, toys, shapes, tmp_path):
+def test_killed_and_resumed_run_equals_the_uninterrupted_one_bitwise(world, extra_flags, toys, shapes, tmp_path):
     launch = [*TORCHRUN, world] if world > 1 else [sys.executable]
-    uneven = tmp_path / "uneven.py"  # four prompts of five have a signal
+    uneven = tmp_path / "uneven.py"  # four prompts in five get rewards that differ
     uneven.write_text(
         "def score(response, example):\n    flat = sum(map(ord, example.uid)) % 5 == 0\n"
         "    return 0.5 if flat else (len(response) * 7919 % 5) / 4\n"
@@ -356,13 +369,13 @@ def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, more, to
         2,
         "--reward",
         f"{uneven}:score",
-        *more,
+        *extra_flags,
     ]
     model = toys["qwen2_5_vl"]
-    if "--env" in more:
+    if "--env" in extra_flags:
         common = [str(word).format(env=f"{ROOT}/tests/echo_env.py:Echo") for word in common]
         model = shutil.copytree(model, tmp_path / "model")
-        often_ending(model)
+        add_end_tokens(model)
     command = {
         name: [*launch, "train.py", *flags(model, shapes[0], tmp_path / name, *common)] for name in ("whole", "cut")
     }
@@ -370,20 +383,20 @@ def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, more, to
     kill_after(command["cut"], tmp_path / "cut", 7)
     before = len(rows(tmp_path / "cut"))
     assert before < 13
-    left = sorted(p.name for p in (tmp_path / "cut" / "checkpoints").iterdir() if not p.name.startswith("."))
-    assert left and left[-1] < "step_000012"
+    saved = sorted(p.name for p in (tmp_path / "cut" / "checkpoints").iterdir() if not p.name.startswith("."))
+    assert saved and saved[-1] < "step_000012"
     # a second start without --resume must not touch the run
     refused = run(command["cut"], check=False)
     assert refused.returncode != 0 and "already holds a run" in refused.stderr
     done = run([*command["cut"], "--resume", "auto"])
     assert (
-        f"resumed from {tmp_path / 'cut' / 'checkpoints' / left[-1]}" in done.stdout
+        f"resumed from {tmp_path / 'cut' / 'checkpoints' / saved[-1]}" in done.stdout
         and "changed setting" not in done.stdout
     )
     assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
     logged = rows(tmp_path / "whole")
     assert any(row.get("loss/policy") for row in logged)
-    if more is EVERYTHING:  # the state was there to be lost
+    if extra_flags is EVERYTHING:  # there was state to lose
         assert {row["sampling/batches"] for row in logged[1:]} > {1} and logged[-1]["progress/epoch"] > 2
         assert (
             len({row["kl/coef"] for row in logged[1:]}) > 6
@@ -403,7 +416,7 @@ def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, more, to
 
 @pytest.mark.slow
 def test_a_separate_critic_is_resumed_and_other_flags_are_refused(toys, shapes, tmp_path):
-    def command(out, steps, *more):
+    def command(out, steps, *extra_flags):
         ppo = [
             "--algo",
             "ppo",
@@ -418,7 +431,7 @@ def test_a_separate_critic_is_resumed_and_other_flags_are_refused(toys, shapes, 
             "--steps",
             steps,
         ]
-        return [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / out, *ppo, *more)]
+        return [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / out, *ppo, *extra_flags)]
 
     run(command("whole", 3))
     run(command("cut", 2))
@@ -447,7 +460,8 @@ def test_bfloat16_trains_and_stays_near_its_engine(toys, shapes, tmp_path):
 @pytest.mark.slow
 def test_a_run_without_a_single_update_can_be_resumed(toys, shapes, tmp_path):
     flat = tmp_path / "flat.py"
-    flat.write_text("def score(response, example):\n    return -3.5\n")  # no spread, no gradient; and no proportion
+    # equal rewards give no gradient, and -3.5 is not a proportion
+    flat.write_text("def score(response, example):\n    return -3.5\n")
     common = flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "r", "--eval-data", shapes[1], "--reward", f"{flat}:score")
     first = run([sys.executable, "train.py", *common, "--steps", 1, "--resume", "auto"])
     assert "resumed" not in first.stdout
@@ -491,9 +505,9 @@ def test_resume_on_another_number_of_processes_continues(toys, shapes, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_settings_and_tells_what_changes(toys, shapes, tmp_path):
-    """Given again or taken from run.json, the same steps; what is given anew changes them, and is told."""
-    given = flags(
+def test_a_resumed_run_keeps_its_settings_and_prints_changes(toys, shapes, tmp_path):
+    """Settings have the same effect whether passed again or read from run.json. New values are used and printed."""
+    given_flags = flags(
         toys["qwen2_5_vl"],
         shapes[0],
         tmp_path / "r",
@@ -510,33 +524,33 @@ def test_a_resumed_run_keeps_its_settings_and_tells_what_changes(toys, shapes, t
         "--save-every",
         1,
     )
-    run([sys.executable, "train.py", *given, "--steps", 2])
+    run([sys.executable, "train.py", *given_flags, "--steps", 2])
     before = json.loads((tmp_path / "r" / "run.json").read_text())["args"]
     assert before["loss_agg"] == "seq" and before["clip_low"] == 3e-4 and before["clip_high"] == 0.5
     shutil.copytree(tmp_path / "r", tmp_path / "again")
-    reward = given[given.index("--reward") :][:2]  # the one thing that no run's folder brings along
-    anew = ["--resume", "auto", "--steps", 3, "--lr", 2e-3]
-    # and from another folder
+    reward = given_flags[given_flags.index("--reward") :][:2]  # it names code, which is never taken from a run's folder
+    new_flags = ["--resume", "auto", "--steps", 3, "--lr", 2e-3]
+    # start it in another working directory
     program = [sys.executable, ROOT / "train.py"]
-    done = run_command([*program, "--out", tmp_path / "r", *anew, *reward], cwd=tmp_path)
+    done = run_command([*program, "--out", tmp_path / "r", *new_flags, *reward], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = sorted(line for line in done.stdout.splitlines() if "changed setting" in line)
-    assert told == ["changed setting: --lr 0.001 -> 0.002", "changed setting: --steps 2 -> 3"]
+    changes = sorted(line for line in done.stdout.splitlines() if "changed setting" in line)
+    assert changes == ["changed setting: --lr 0.001 -> 0.002", "changed setting: --steps 2 -> 3"]
     after = json.loads((tmp_path / "r" / "run.json").read_text())["args"]
     assert {name for name in after if after[name] != before[name]} == {"lr", "steps", "resume"}
-    given[given.index("--out") + 1] = tmp_path / "again"
-    run([*program, *given, *anew])
+    given_flags[given_flags.index("--out") + 1] = tmp_path / "again"
+    run([*program, *given_flags, *new_flags])
     assert without_time(tmp_path / "again") == without_time(tmp_path / "r") and len(rows(tmp_path / "r")) == 3
-    # a preset that is given takes the place of the run's, and leaves the rest
+    # a preset on the command line replaces the run's, and the other settings stay
     cfg = train.parse_args(["--out", str(tmp_path / "r"), "--resume", "auto", "--algo", "dapo", *map(str, reward)])
-    assert cfg.algo == grpo.Algorithm(algo="dapo", group_size=3, minibatches=2, **grpo.PRESETS["dapo"])
+    assert cfg.algo == type(cfg.algo)(algo="dapo", group_size=3, minibatches=2, **grpo.PRESETS["dapo"])
     assert cfg.rollout.temperature == 0.9 and cfg.run.resume == "auto"
-    # nothing to resume, nothing to take settings from
+    # without a checkpoint there are no settings to read
     with pytest.raises(UserError, match="no checkpoint in --out .* needs --model --data$"):
         train.parse_args(["--out", str(tmp_path / "new"), "--resume", "auto", "--steps", "1"])
 
 
-# --- an edit where the text says so is all that it takes ------------------------------------------------------------
+# --- one new function in grpo.py is enough for a new advantage -----------------------------------------------------
 
 ADDED = """
 
@@ -552,36 +566,36 @@ def at_the_end(rewards_BT, values_BT, mask_BT, algo):
 
 
 @pytest.mark.slow
-def test_an_advantage_of_one_function_trains_as_it_is_written(toys, shapes, tmp_path):
-    """In a copy of the repository. What advantages and loss must be follows from the rewards and lengths that the run
-    wrote; what the gradient must be, from an advantage half as large."""
+def test_an_advantage_added_as_one_function_trains_as_written(toys, shapes, tmp_path):
+    """Two advantages added to a copy of grpo.py train as written. The expected advantages and loss are computed from
+    the rewards and lengths that the run logged. The expected gradient is twice that of an advantage half as large."""
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "tests", "docs", "assets", "runs", "out"))
     text = (copy / "grpo.py").read_text()
     mark = "MeanAndStd = Callable"
     (copy / "grpo.py").write_text(text.replace(mark, f"{ADDED}\n\n{mark}", 1))
 
-    def first_step(name, *more):
-        """Its metrics, and the samples of each prompt."""
-        out = tmp_path / "-".join([name, *more[1:]])
+    def first_step(name, *extra_flags):
+        """Train one step. Return its metrics and the samples of each prompt."""
+        out = tmp_path / "-".join([name, *extra_flags[1:]])
         run(
             [
                 sys.executable,
                 copy / "train.py",
-                *flags(toys["qwen2_5_vl"], shapes[0], out, "--steps", 1, "--no-self-test", "--adv", name, *more),
+                *flags(toys["qwen2_5_vl"], shapes[0], out, "--steps", 1, "--no-self-test", "--adv", name, *extra_flags),
             ]
         )
         lines = (out / "rollouts" / "step_000001.jsonl").read_text().splitlines()
         return rows(out)[0], [json.loads(line)["samples"] for line in lines]
 
-    half, sampled = first_step("dr_grpo")
-    for more in ([], ["--kernel", "triton"]):
-        metrics, groups = first_step("doubled", *more)
+    half_metrics, half_groups = first_step("dr_grpo")
+    for extra_flags in ([], ["--kernel", "triton"]):
+        metrics, groups = first_step("doubled", *extra_flags)
         assert (
-            metrics["policy/grad_norm"] == pytest.approx(2 * half["policy/grad_norm"], rel=1e-4)
-            and half["policy/grad_norm"] > 0.01
+            metrics["policy/grad_norm"] == pytest.approx(2 * half_metrics["policy/grad_norm"], rel=1e-4)
+            and half_metrics["policy/grad_norm"] > 0.01
         )
-        for group, before in zip(groups, sampled, strict=True):
+        for group, before in zip(groups, half_groups, strict=True):
             assert [s["text"] for s in group] == [s["text"] for s in before]
             rewards = [s["rewards"]["reward"] for s in group]
             want = [2 * (reward - sum(rewards) / len(rewards)) for reward in rewards]
@@ -603,11 +617,11 @@ def test_an_advantage_of_one_function_trains_as_it_is_written(toys, shapes, tmp_
     assert unknown.returncode == 2 and "doubled" in unknown.stderr and "at_the_end" in unknown.stderr
 
 
-# --- real Geometry3K problems through every stage -------------------------------------------------------------------
+# --- real Geometry3K problems, from preparation to evaluation -------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_real_geometry_problems_pass_through_every_stage(toys, tmp_path):
+def test_real_geometry_problems_are_prepared_trained_on_and_evaluated(toys, tmp_path):
     data = tmp_path / "geo3k.parquet"
     run(
         [
@@ -655,7 +669,7 @@ def test_real_geometry_problems_pass_through_every_stage(toys, tmp_path):
     assert [row["step"] for row in logged] == [0, 1, 2] and {"reward/accuracy", "reward/format"} <= logged[1].keys()
     page = (out / "rollouts" / "step_000002.html").read_text()
     assert page.count("<img") == 5 and "boxed" in page
-    # a random toy is never right: give each prompt an unequal reward, so that an update really happens on them
+    # a random toy model is never right: reward length instead, so that rewards differ and there is an update
     uneven = tmp_path / "uneven.py"
     uneven.write_text("def score(response, example):\n    return float(len(response))\n")
     run(
@@ -698,7 +712,7 @@ def test_real_geometry_problems_pass_through_every_stage(toys, tmp_path):
     assert (tmp_path / "eval" / "report.html").read_text().count("<img") == 10
 
 
-# --- what users get wrong: an error before any model is loaded ------------------------------------------------------
+# --- user errors are reported before any model is loaded ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -727,7 +741,7 @@ CASES = [
     ("missing", {}, "no such file"),
     ("no_prompt", {}, "no column 'prompt'.*--prompt-key"),
     ("broken", {}, "row 2: image 0 .* cannot be decoded"),
-    ("unmarked", {}, "row 3: 2 <image> placeholders in the prompt but 1 images"),
+    ("unmarked", {}, "row 3: <image> placeholders in the prompt: 2; images: 1"),
     ("unknown", {}, "'chess'.*--reward"),
     ("good", {"--max-prompt-tokens": "10"}, "no usable prompts: 6 over --max-prompt-tokens 10, 0 with special tokens"),
     (
@@ -805,15 +819,15 @@ def test_mistakes_are_named_before_the_model_loads(data, change, match, toys, sh
     assert not (tmp_path / "out").exists()
 
 
-def test_an_error_says_where_a_value_comes_from_that_was_not_given(monkeypatch, tmp_path):
-    """On the command line as it was typed; the run that is resumed has given the rest."""
+def test_an_error_says_where_values_come_from_that_were_not_passed(monkeypatch, tmp_path):
+    """Values that are defaults or come from the resumed run are marked so; those on the command line are not."""
     new = f"--model m --data d --out {tmp_path} --steps 2 --warmup-steps=5".split()
     monkeypatch.setattr(sys, "argv", ["train.py", *new])
     cfg = train.parse_args(new)
-    told = "--warmup-steps 5 exceeds --steps 2: --steps 20, --group-size 8, --lr 1e-06, --clip-low 0.28"
+    message = "--warmup-steps 5 exceeds --steps 2: --steps 20, --group-size 8, --lr 1e-06, --clip-low 0.28"
     with pytest.raises(UserError) as error, naming_origins(cfg.to_flags(), cfg.run.origin):
-        raise UserError(told)
-    assert str(error.value) == told.replace("size 8", "size 8 (the default)").replace(
+        raise UserError(message)
+    assert str(error.value) == message.replace("size 8", "size 8 (the default)").replace(
         "--lr 1e-06", "--lr 1e-06 (the default)")
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.setattr(sys, "argv", ["train.py", "--resume", "auto", "--steps", "2"])
@@ -823,7 +837,7 @@ def test_an_error_says_where_a_value_comes_from_that_was_not_given(monkeypatch, 
         train.run_training(cfg)
 
 
-def test_all_that_is_missing_is_named_at_once():
+def test_all_missing_flags_are_named_at_once():
     match = ".*".join(f"{flag} is required: " for flag in ("--steps", "--out", "--model", "--data"))
     with pytest.raises(UserError, match=match):
         train.parse_args([])
@@ -857,11 +871,11 @@ def test_an_earlier_run_is_read_with_the_new_names(tmp_path):
     assert args == {"update_epochs": 2, "ratio_mask": "0.5,2", "lr": 1e-6}
 
 
-GONE = ["--gamma", "--group", "--rollout-tp", "--top-p", "--target-kl", "--overlong-buffer", "--freeze-vision"]
+UNKNOWN_FLAGS = ["--gamma", "--group", "--rollout-tp", "--top-p", "--target-kl", "--overlong-buffer", "--freeze-vision"]
 
 
-@pytest.mark.parametrize("flag", GONE)
-def test_flags_that_are_not_there_are_refused(flag, capsys):
+@pytest.mark.parametrize("flag", UNKNOWN_FLAGS)
+def test_unknown_flags_are_refused(flag, capsys):
     with pytest.raises(SystemExit):
         train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", flag, "4"])
     assert f"error: unknown flag {flag}" in capsys.readouterr().err
@@ -881,13 +895,13 @@ def test_flags_that_are_not_there_are_refused(flag, capsys):
         ("--rollout", "auto hf vllm"),
     ],
 )
-def test_an_unknown_name_lists_the_known(flag, known, capsys):
+def test_the_error_for_an_unknown_name_lists_the_known_ones(flag, known, capsys):
     with pytest.raises((SystemExit, UserError)) as refused:
         wrong = f"{flag} grpoo".replace("= ", "=").split()
         train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", *wrong])
-    told = f"{refused.value} {capsys.readouterr().err}"
-    assert flag in told and "grpoo" in told
-    assert set(known.split()) <= set(re.findall(r"[\w+]+", told)), told
+    message = f"{refused.value} {capsys.readouterr().err}"
+    assert flag in message and "grpoo" in message
+    assert set(known.split()) <= set(re.findall(r"[\w+]+", message)), message
 
 
 def test_a_sampled_image_token_is_an_error_that_names_the_sample(loaded):
@@ -900,7 +914,7 @@ def test_a_sampled_image_token_is_an_error_that_names_the_sample(loaded):
 def test_the_probe_fills_a_micro_batch_and_leaves_no_gradient(loaded):
     hf, processor = loaded["qwen3_vl"]
     row = next(iter(shapes_rows(1, "train", 0)))
-    example = SimpleNamespace(uid="x", messages=row["prompt"], images=[row["images"][0]["bytes"]])
+    example = SimpleNamespace(uid="x", messages=row["prompt"], images=[row["images"][0]["bytes"]], videos=[])
     packer = Packer(300, processor.image_token_id, flop_costs(hf.config))
     length = processor.count_tokens(example.messages, [(84, 84)])
     policy = Policy(hf, processor, train_vision="all")
@@ -934,7 +948,8 @@ def test_learning_rate_schedule():
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_mismatch_is_measured_by_kind_and_corrected(passes, loaded, picture, ctx):
-    """Gradients of one update against the same with each token's weight applied by hand."""
+    """The mismatch is logged for prompts with and without images. The gradient of an update that corrects it equals
+    that of an update with each token's weight applied by hand."""
     hf, processor = loaded["qwen2_5_vl"]
     images = [processor.image_to_patches("a", picture(56, 56, 1))]
     ids = {
@@ -944,16 +959,17 @@ def test_mismatch_is_measured_by_kind_and_corrected(passes, loaded, picture, ctx
     policy = Policy(hf, processor)
     models = Models(policy, torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.0))
     packer = Packer(8192, processor.image_token_id)
-    shift = {"text": 0.3, "image": -0.2, "far": 2.0}  # of each response's tokens: trainer minus engine, nats
-    made = []
+    # log-probability of each token of a response, in nats: the trainer's minus the engine's
+    shift = {"text": 0.3, "image": -0.2, "far": 2.0}
+    rollouts = []
     for uid, kind in (("text", "text"), ("image", "image"), ("far", "text")):
         rollout = written(uid, ids[kind], [65, 66, 67], images if kind == "image" else [])
         [micro] = packer.pack([rollout])
         with torch.no_grad():
             rollout.logprobs = (policy(micro).logp_K - shift[uid]).tolist()
-        made.append(rollout)
+        rollouts.append(rollout)
 
-    def gradient(*more, advantages=(1.0, 1.0, 1.0)):
+    def gradient(*extra_flags, advantages=(1.0, 1.0, 1.0)):
         cfg = train.parse_args(
             [
                 "--model",
@@ -968,10 +984,10 @@ def test_mismatch_is_measured_by_kind_and_corrected(passes, loaded, picture, ctx
                 str(passes),
                 "--max-grad-norm",
                 "1e9",
-                *more,
+                *extra_flags,
             ]
         )
-        batch = TrainBatch(made, make_token_batch(made, [1 / 9] * 3), [packer.pack(made)])
+        batch = TrainBatch(rollouts, make_token_batch(rollouts, [1 / 9] * 3), [packer.pack(rollouts)])
         train.compute_logprobs_and_values(batch, models, cfg)
         batch.tokens.advantages = torch.tensor(advantages).repeat_interleave(3)
         meter = Meter()

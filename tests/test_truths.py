@@ -1,4 +1,4 @@
-"""Truths of rows: unwrapped in one place, checked by the reward of every task, and asked for by the prompts."""
+"""Ground truths: they are unwrapped, checked by the task's reward, and prompts ask for answers in their form."""
 
 import io
 import json
@@ -17,13 +17,15 @@ from rollout import load_examples
 from tasks import geometry, vqa
 
 PLACE = json.dumps({"country": "France", "lat": 48.85, "lon": 2.35})
-TRUTHS = {  # task -> truth, extra_info, number of images
+TRUTHS = {  # task -> ground truth, extra_info, number of images
     "geo3k": ("3", {}, 1),
     "calculator": ("3", {}, 1),
     "vqa": ("red", {}, 1),
     "look_closer": ("red", {}, 1),
     "digits": ("3", {}, 1),
+    "motion": ("3", {}, 1),
     "shapes": ("red", {"answer_type": "colour"}, 1),
+    "shortcut": ("red", {"answer_type": "colour"}, 1),
     "nlvr2": ("True", {}, 2),
     "which": ("2", {}, 2),
     "geospot": (PLACE, {}, 1),
@@ -56,14 +58,14 @@ def save(path, rows: list[dict]):
     return path
 
 
-def test_every_task_is_here():
+def test_truths_covers_every_task():
     reward.load_tasks()
     assert {task.name for task in reward.TASKS.values()} == set(TRUTHS)
 
 
 @pytest.mark.parametrize("task", TRUTHS)
 def test_wrapped_truths_are_unwrapped_for_every_task(task, tmp_path):
-    """When somebody's parquet is read directly, and when a file is prepared from it."""
+    """Truths are unwrapped both when a parquet file is read directly and when a file is prepared from it."""
     plain = TRUTHS[task][0]
     path = save(tmp_path / "theirs.parquet", [row(task, wrap.format(plain), i) for i, wrap in enumerate(WRAPS)])
     main(parse_args(["parquet", "--input", str(path), "--out", str(tmp_path / "ours.parquet")]))
@@ -80,12 +82,13 @@ NOT_WRAPPED = ["3", " 3 ", "<answer>3</answer> or <answer>4</answer>", "\\boxed{
 
 
 @pytest.mark.parametrize("truth", NOT_WRAPPED)
-def test_what_is_not_wrapped_as_a_whole_stays(truth):
+def test_a_truth_that_is_not_wrapped_as_a_whole_is_unchanged(truth):
     assert unwrap_truth(truth) == truth
 
 
-def test_own_layouts_are_unwrapped_too(tmp_path):
-    """A letter of a choice, a label, an answer's type and a caption's words are read before a row is built."""
+def test_converters_of_tasks_unwrap_truths_too(tmp_path):
+    """The tasks' own converters also unwrap: they read choices, labels, answer types and captions before they build a
+    row."""
     (tmp_path / "a.png").write_bytes(png())
     lines = [
         {"image": "a.png", "question": "Which?", "answer": "<answer>B</answer>", "choices": ["red", "blue"]},
@@ -96,18 +99,18 @@ def test_own_layouts_are_unwrapped_too(tmp_path):
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
     (tmp_path / "captions.jsonl").write_text(json.dumps({"image": "a.png", "caption": "<answer>a dog</answer>"}))
     save(tmp_path / "geo.parquet", [{"images": [{"bytes": png()}], "problem": "<image>x?", "answer": "$\\sqrt{2}$"}])
-    made = {}
+    examples = {}
     files = {"vqa": "qa.jsonl", "nlvr2": "pairs.jsonl", "caption": "captions.jsonl", "geo3k": "geo.parquet"}
     for task, name in files.items():
         main(parse_args([task, "--input", str(tmp_path / name), "--out", str(tmp_path / f"{task}.parquet")]))
-        made[task] = read_examples(tmp_path / f"{task}.parquet", DataFormatConfig())[0]
-    assert [e.ground_truth for e in made["vqa"]] == ["B", '["red", "red", "red"]']
-    assert made["nlvr2"][0].ground_truth == "True"
-    assert json.loads(made["caption"][0].ground_truth)["references"] == ["a dog"]
-    assert (made["geo3k"][0].ground_truth, made["geo3k"][0].extra["answer_type"]) == ("\\sqrt{2}", "surd")
+        examples[task] = read_examples(tmp_path / f"{task}.parquet", DataFormatConfig())[0]
+    assert [e.ground_truth for e in examples["vqa"]] == ["B", '["red", "red", "red"]']
+    assert examples["nlvr2"][0].ground_truth == "True"
+    assert json.loads(examples["caption"][0].ground_truth)["references"] == ["a dog"]
+    assert (examples["geo3k"][0].ground_truth, examples["geo3k"][0].extra["answer_type"]) == ("\\sqrt{2}", "surd")
 
 
-BAD = {  # task -> truths that no answer can equal, and what is said of them
+BAD = {  # task -> {ground truth that no answer can equal: part of the error}
     "geo3k": {"<answer> 3 <answer>": "", "The answer is <b>3</b>": "neither mathematics nor plain words",
               "\\boxed{3}, \\boxed{4}": "", "see \\ref{fig:a} below": "", "\\frac{3": "braces do not match",
               "n/a": "holds no answer", "x" * 1500: "too long"},
@@ -115,7 +118,9 @@ BAD = {  # task -> truths that no answer can equal, and what is said of them
     "vqa": {"\\boxed{3}, \\boxed{4}": "", "\\boxed{red": "", "...": "", "word " * 300: "", '["\\\\boxed{}", "."]': ""},
     "look_closer": {"...": ""},
     "digits": {"\\boxed{}": ""},
+    "motion": {"\\boxed{}": ""},
     "shapes": {"°": "", "\\boxed{}": ""},
+    "shortcut": {"°": ""},
     "nlvr2": {"maybe": "neither True nor False"},
     "which": {"7": "names none of its 2 images"},
     "geospot": {"Paris": "is not a JSON object", '{"country": ""}': "is not a JSON object"},
@@ -126,15 +131,16 @@ BAD = {  # task -> truths that no answer can equal, and what is said of them
 
 @pytest.mark.parametrize("task", TRUTHS)
 def test_a_truth_that_cannot_earn_full_marks_is_a_bad_row(task, tmp_path, capsys):
-    """With its file, row, value and reason, when read and when prepared; --bad-rows skip leaves it out."""
+    """The error names its file, row, value and reason, both when it is read and when it is prepared. --bad-rows skip
+    leaves it out."""
     for bad, reason in BAD[task].items():
         rows = [row(task, TRUTHS[task][0], 0), row(task, bad, 1)]
         path = save(tmp_path / "f.parquet", rows)
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError) as error:
             read_examples(path, DataFormatConfig(), check=Grader().check_examples)
-        told = str(caught.value)
-        assert f"1 of 2 rows are bad (parquet rows count from 0):\n  {path} row 1: row '{task}/-/f/1': " in told
-        assert repr(bad)[1:40] in told and reason in told
+        message = str(error.value)
+        assert f"1 of 2 rows are bad (parquet rows count from 0):\n  {path} row 1: row '{task}/-/f/1': " in message
+        assert repr(bad)[1:40] in message and reason in message
         prepare = ["parquet", "--input", str(path), "--out", str(tmp_path / "g.parquet")]
         with pytest.raises(UserError, match="f.parquet row 1: row "):
             main(parse_args(prepare))
@@ -146,56 +152,58 @@ def test_a_truth_that_cannot_earn_full_marks_is_a_bad_row(task, tmp_path, capsys
         assert grader.first[task] == examples[0]
 
 
-def test_users_rewards_get_their_truths_as_they_are(tmp_path):
+def test_users_rewards_get_unchanged_truths(tmp_path):
     path = save(tmp_path / "f.parquet", [row("mine", "<answer>\\boxed{3}</answer>")])
     (tmp_path / "mine.py").write_text("def score(response, example): return float(example.ground_truth in response)")
     grader = Grader(RewardConfig(reward=(f"{tmp_path}/mine.py:score",), reward_workers=0))
     [example], _ = read_examples(path, DataFormatConfig(), check=grader.check_examples)
     assert example.ground_truth == "<answer>\\boxed{3}</answer>"
-    main(parse_args(["parquet", "--input", str(path), "--out", str(tmp_path / "g.parquet")]))  # not ours to judge
-    # a task of ours that a user's reward grades: unwrapped, since the file may be graded by both, and not checked
+    # when a file is prepared, truths of tasks that are not built in are not checked
+    main(parse_args(["parquet", "--input", str(path), "--out", str(tmp_path / "g.parquet")]))
+    # a built-in task graded by a user's reward: unwrapped, as the built-in reward may grade the file too; not checked
     save(path, [row("geo3k", "<answer>see figure 1(</answer>")])
     [example], _ = read_examples(path, DataFormatConfig(), check=grader.check_examples)
     assert example.ground_truth == "see figure 1("
 
 
-# --- what prompts ask for -----------------------------------------------------------------------------------------
+# --- warnings about prompts ---------------------------------------------------------------------------------------
 
 
-def warnings_of(tmp_path, capsys, processor, rows, rewards=None, **reading) -> list[str]:
+def list_warnings(tmp_path, capsys, processor, rows, rewards=None, **data_settings) -> list[str]:
     from prepare_data import DataConfig
 
     path = str(save(tmp_path / "f.parquet", rows))
-    load_examples(path, DataConfig(data=path, **reading), [processor], rewards or Grader())
+    load_examples(path, DataConfig(data=path, **data_settings), [processor], rewards or Grader())
     return [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
 
 
-def test_a_prompt_that_does_not_ask_for_the_form_is_warned_of(tmp_path, capsys, loaded):
-    """EasyR1's and verl's rows with --data-source vqa: the reward wants a box, and no prompt says so."""
+def test_a_prompt_that_does_not_ask_for_the_answer_form_gives_a_warning(tmp_path, capsys, loaded):
+    """Rows of EasyR1 and verl with --data-source vqa: the reward expects \\boxed{}, but prompts do not ask for it."""
     processor = loaded["qwen2_5_vl"][1]
     rows = [row("geo3k", "3", i, f"Find x in figure {i}.") for i in range(3)]
-    [line] = warnings_of(tmp_path, capsys, processor, rows, data_source="vqa")
+    [line] = list_warnings(tmp_path, capsys, processor, rows, data_source="vqa")
     assert line.startswith(f"warning: {tmp_path}/f.parquet: prompts that do not ask for the form of answer that the")
     assert "'vqa' expects: 3" in line and "Find x in figure 0.'; " in line
     assert line.endswith(f"--instruction vqa adds: {vqa.INSTRUCTION}")
-    assert not warnings_of(tmp_path, capsys, processor, rows, data_source="vqa", instruction="vqa")
+    assert not list_warnings(tmp_path, capsys, processor, rows, data_source="vqa", instruction="vqa")
     boxed = [row("geo3k", "3", 3, "Find x. Put it in \\boxed{}.")]
-    [line] = warnings_of(tmp_path, capsys, processor, rows[:1] + boxed, data_source="vqa")
+    [line] = list_warnings(tmp_path, capsys, processor, rows[:1] + boxed, data_source="vqa")
     assert "expects: 1." in line
-    [line] = warnings_of(tmp_path, capsys, processor, boxed)  # geo3k's format wants <think> too
+    [line] = list_warnings(tmp_path, capsys, processor, boxed)  # geo3k's format also expects <think>
     assert geometry.INSTRUCTION in line
-    assert not warnings_of(tmp_path, capsys, processor, boxed, instruction="geo3k")
-    assert not warnings_of(tmp_path, capsys, processor, rows, Grader(has_environment=True))  # the environment says it
+    assert not list_warnings(tmp_path, capsys, processor, boxed, instruction="geo3k")
+    assert not list_warnings(tmp_path, capsys, processor, rows, Grader(has_environment=True))  # the environment asks
 
 
-def test_every_tasks_own_instruction_is_enough(tmp_path, capsys, loaded):
+def test_each_tasks_own_instruction_avoids_the_warning(tmp_path, capsys, loaded):
     reward.load_tasks()
     processor = loaded["qwen2_5_vl"][1]
     for task, (truth, _, _) in TRUTHS.items():
         rows = [row(task, truth, 0, "What is it?")]
-        assert len(warnings_of(tmp_path, capsys, processor, rows)) == (task != "caption"), task
-        assert not warnings_of(tmp_path, capsys, processor, rows, instruction=task), task
+        assert len(list_warnings(tmp_path, capsys, processor, rows)) == (task != "caption"), task
+        assert not list_warnings(tmp_path, capsys, processor, rows, instruction=task), task
     assert reward.TASKS["which"].instruction != reward.TASKS["nlvr2"].instruction
-    for task in ("geo3k", "vqa", "digits", "shapes", "nlvr2", "geospot", "caption"):  # toys ask in their own words
+    # prompts of toy data ask for the form in their own words
+    for task in ("geo3k", "vqa", "digits", "shapes", "nlvr2", "geospot", "caption"):
         main(parse_args([task, "--toy", "--n", "6", "--out", str(tmp_path / "toy.parquet")]))
         assert not list(Grader().format_warnings(read_examples(tmp_path / "toy.parquet", DataFormatConfig())[0])), task

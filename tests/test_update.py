@@ -1,4 +1,4 @@
-"""Advantages, scoring and one update, in process, on a toy model.   pytest tests/test_update.py"""
+"""Advantages, log-probabilities and updates of a toy model, in this process.   pytest tests/test_update.py"""
 
 import math
 import random
@@ -19,7 +19,7 @@ from model import Critic, Policy, Processor, load_hf
 from packing import FlopCosts, Packer
 from parallel.models import Models
 from parallel.sharding import FullParameters, apply_fsdp, copy_weights, make_optimizer
-from report.log import SkippedUpdates, describe_algorithm
+from report.log import SkippedUpdates, changed_settings
 from report.metrics import sampling_metrics
 from reward import RewardConfig, UserError
 from rewards.grade import Grader
@@ -32,7 +32,7 @@ def parse(flags: str) -> train.Config:
 
 
 def make_rollouts(rewards_PG, seed=0, length=None):
-    """Text-only rollouts of a made-up vocabulary; the last one of each group was cut at the length limit."""
+    """Return text-only rollouts of a made-up vocabulary; the last one of each group was cut off at the length limit."""
     rng = random.Random(seed)
     rollouts = []
     for p, rewards in enumerate(rewards_PG):
@@ -48,16 +48,16 @@ def make_rollouts(rewards_PG, seed=0, length=None):
 
 
 def make_batch(cfg, ctx, rollouts, image_token=-1):
-    """Packed by train.pack_batch, as if these were all that a step sampled."""
+    """Pack the rollouts with train.pack_batch, as if they were all that a step sampled."""
     rollout = replace(cfg.rollout, prompts_per_step=len(rollouts) // cfg.algo.group_size)
-    pool = GroupPool(replace(cfg.algo, truncated="keep"), rollout, 0, ctx)  # penalties are in the rewards
+    pool = GroupPool(replace(cfg.algo, truncated="keep"), rollout, 0, ctx)  # the rewards already include penalties
     pool.add(rollouts, [r.rewards for r in rollouts])
     packer = Packer(cfg.optim.micro_tokens, image_token, flop_costs=FlopCosts(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
     return train.pack_batch(pool, cfg, packer, ctx, Meter())
 
 
-def one_update(cfg, ctx, models, rollouts, step=9):
-    """The parts 3 to 6 of a step of train.py."""
+def run_update(cfg, ctx, models, rollouts, step=9):
+    """Run phases 3 to 6 of a step of train.py; return the metrics and the batch."""
     meter = Meter()
     batch = make_batch(cfg, ctx, rollouts)
     train.compute_logprobs_and_values(batch, models, cfg)
@@ -67,8 +67,8 @@ def one_update(cfg, ctx, models, rollouts, step=9):
     return meter.reduce(ctx), batch
 
 
-def advantages_of(cfg, ctx, rollouts, **columns):
-    """The batch with its advantages, from columns that are given: a list of numbers for each rollout."""
+def compute_advantages(cfg, ctx, rollouts, **columns):
+    """Return the batch with its advantages, and the metrics. Each of `columns` has a list of numbers per rollout."""
     batch = make_batch(cfg, ctx, rollouts)
     for name, values in columns.items():
         setattr(batch.tokens, name, torch.tensor(list(chain(*values)), dtype=torch.float64))
@@ -77,8 +77,8 @@ def advantages_of(cfg, ctx, rollouts, **columns):
     return batch, meter.reduce(ctx)
 
 
-def by_rollout(batch, column):
-    """A column of the tokens as a list for each rollout."""
+def split_by_rollout(batch, column):
+    """Split a column of the tokens into a tensor per rollout."""
     return column.split([sum(r.response_mask) for r in batch.rollouts])
 
 
@@ -88,7 +88,7 @@ def make_policy(path, cfg, kind=Policy):
 
 
 def make_models(path, cfg, weight_decay=0.0):
-    """Policy and critic of the settings; no reference."""
+    """Return the policy, and the critic if the settings have one, without a reference."""
     policy = make_policy(path, cfg)
     optim = cfg.optim
     models = Models(policy, make_optimizer(policy, optim.lr, weight_decay, cfg.algo.critic_lr))
@@ -98,7 +98,7 @@ def make_models(path, cfg, weight_decay=0.0):
     return models
 
 
-def weights(policy):
+def copy_parameters(policy):
     return {name: p.detach().clone() for name, p in policy.named_parameters()}
 
 
@@ -108,12 +108,12 @@ UNEVEN = [[0.0, 1.0, 0.5, 0.0], [1.0, 1.0, 0.0, 0.0], [0.3, 0.3, 0.3, 0.3]]
 @pytest.mark.parametrize(
     "algo", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce++ --kl-coef 0"]
 )
-def test_constant_groups_cost_no_forward_and_move_nothing(algo, toys, ctx):
+def test_constant_groups_need_no_forward_and_change_no_weights(algo, toys, ctx):
     cfg = parse(f"--algo {algo} --lr 1e-2")
     models = make_models(toys["qwen2_5_vl"], cfg, cfg.optim.weight_decay)
     policy = models.policy
-    before = weights(policy)
-    m, batch = one_update(cfg, ctx, models, make_rollouts([[0.1] * 4, [0.1] * 4]))
+    before = copy_parameters(policy)
+    m, batch = run_update(cfg, ctx, models, make_rollouts([[0.1] * 4, [0.1] * 4]))
     assert not {"policy/grad_norm", "loss/policy"} & m.keys()
     assert m["update/empty"] == 1 and m["update/skipped"] == m["update/steps"] == 0
     assert algo.startswith("reinforce") or batch.minibatches == [[]]
@@ -125,64 +125,64 @@ def test_constant_groups_cost_no_forward_and_move_nothing(algo, toys, ctx):
         "mismatch/kl",
         "mismatch/max_abs_logprob_diff",
     }
-    assert algo.startswith("reinforce") or not measured & m.keys()  # of nothing
-    m, batch = one_update(cfg, ctx, models, make_rollouts(UNEVEN))
+    assert algo.startswith("reinforce") or not measured & m.keys()  # there are no tokens to measure
+    m, batch = run_update(cfg, ctx, models, make_rollouts(UNEVEN))
     assert measured <= m.keys() and m["update/steps"] == 1
     assert batch.uids(0) == (["p0", "p1", "p2"] if "reinforce" in algo else ["p0", "p1"]) and m["policy/grad_norm"] > 0
     assert any(not torch.equal(p, before[n]) for n, p in policy.named_parameters())
 
 
-@pytest.mark.parametrize("more", ["--entropy-coef 0.1", "--kl-coef 0.1"])
-def test_with_entropy_or_kl_constant_groups_have_a_gradient(more, toys, ctx):
-    cfg = parse(f"--algo grpo {more} --lr 1e-3")
+@pytest.mark.parametrize("flags", ["--entropy-coef 0.1", "--kl-coef 0.1"])
+def test_with_entropy_or_kl_constant_groups_have_a_gradient(flags, toys, ctx):
+    cfg = parse(f"--algo grpo {flags} --lr 1e-3")
     models = make_models(toys["qwen2_5_vl"], cfg)
     if cfg.algo.needs_reference:
         models.reference = make_policy(toys["qwen2_5_vl"], cfg)
         with torch.no_grad():
             for p in models.reference.parameters():
                 p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-    m, batch = one_update(cfg, ctx, models, make_rollouts([[0.1] * 4]))
+    m, batch = run_update(cfg, ctx, models, make_rollouts([[0.1] * 4]))
     trained = sum(len(micro.target_K) for micro in batch.minibatches[0])
     assert trained == m["update/tokens"] > 4 and m["policy/grad_norm"] > 1e-4
     assert m.get("policy/kl_ref", 1.0) > 1e-4
 
 
-def test_a_reference_equal_to_the_policy_is_at_distance_zero_until_the_policy_moves(toys, ctx):
+def test_kl_to_an_equal_reference_is_zero_until_the_policy_changes(toys, ctx):
     cfg = parse("--algo grpo --kl-coef 0.1 --lr 1e-2")
     policy, reference = (make_policy(toys["qwen2_5_vl"], cfg) for _ in range(2))
     reference.requires_grad_(False)
     for model, frozen in ((policy, False), (reference, True)):
         apply_fsdp(model, ctx.device, torch.float32, frozen=frozen)
     models = Models(policy, make_optimizer(policy, cfg.optim.lr, 0.0), reference=reference)
-    first, _ = one_update(cfg, ctx, models, make_rollouts(UNEVEN))
-    second, _ = one_update(cfg, ctx, models, make_rollouts(UNEVEN))
+    first, _ = run_update(cfg, ctx, models, make_rollouts(UNEVEN))
+    second, _ = run_update(cfg, ctx, models, make_rollouts(UNEVEN))
     assert first["policy/kl_ref"] == 0 and second["policy/kl_ref"] > 1e-5 and second["kl/coef"] == 0.1
     copy_weights(policy, reference)
-    third, _ = one_update(cfg, ctx, models, make_rollouts(UNEVEN))
+    third, _ = run_update(cfg, ctx, models, make_rollouts(UNEVEN))
     assert third["policy/kl_ref"] == 0
     assert not any(p.requires_grad or p.grad is not None for p in reference.parameters())
 
 
 @pytest.mark.parametrize("critic_kind", ["head", "separate"])
-def test_critic_warm_up_leaves_the_policy_as_it_is(critic_kind, toys, ctx):
+def test_critic_warmup_does_not_change_the_policy(critic_kind, toys, ctx):
     args = f"--algo-args critic={critic_kind} critic_lr=1e-2 critic_warmup_steps=1"
     cfg = parse(f"--algo ppo {args} --update-epochs 2 --lr 1e-2")
     models = make_models(toys["qwen2_5_vl"], cfg, cfg.optim.weight_decay)
     policy = models.policy
     model = models.critic or policy
-    before, head = weights(policy), weights(model.value_head)
-    m, _ = one_update(cfg, ctx, models, make_rollouts(UNEVEN), step=0)
+    before, head = copy_parameters(policy), copy_parameters(model.value_head)
+    m, _ = run_update(cfg, ctx, models, make_rollouts(UNEVEN), step=0)
     assert all(torch.equal(p, before[n]) for n, p in policy.named_parameters() if n.startswith("hf."))
     assert not torch.equal(model.value_head.weight, head["weight"]) and m["update/skipped"] == 0
-    one_update(cfg, ctx, models, make_rollouts(UNEVEN), step=1)
+    run_update(cfg, ctx, models, make_rollouts(UNEVEN), step=1)
     assert any(not torch.equal(p, before[n]) for n, p in policy.named_parameters() if n.startswith("hf."))
     names = [name for name, _ in FullParameters(policy)]
-    assert names and not any("value_head" in name for name in names)  # no engine knows it
+    assert names and not any("value_head" in name for name in names)  # engines have no value head
 
 
 @pytest.mark.parametrize("critic_kind", ["head", "separate"])
 def test_the_critic_learns_to_predict_returns(critic_kind, toys, ctx):
-    """Rewards that the prompt determines: all of the return can be explained, and soon most of it is."""
+    """The prompt determines the reward, so all variance of the returns can be explained, and soon most of it is."""
     critic_lr = "3e-3" if critic_kind == "head" else "1e-3"
     cfg = parse(
         f"--algo ppo --algo-args critic={critic_kind} critic_lr={critic_lr} --lr 1e-4 --update-epochs 4 "
@@ -192,7 +192,7 @@ def test_the_critic_learns_to_predict_returns(critic_kind, toys, ctx):
     explained = []
     for step in range(9):
         rollouts = make_rollouts([[1.0] * 4, [0.0] * 4, [0.5] * 4], length=6)
-        m, _ = one_update(cfg, ctx, models, rollouts, step=min(step, 8))
+        m, _ = run_update(cfg, ctx, models, rollouts, step=min(step, 8))
         explained.append(m["value/explained_variance"])
     assert explained[0] == pytest.approx(0.0, abs=1e-9) and explained[-1] > 0.8, explained  # the head starts at 0
 
@@ -212,9 +212,9 @@ def test_advantages_with_values_and_penalties_equal_plain_loops(flags, truncated
     algo = cfg.algo
     names = ("values", "old_logps", "ref_logps")
     columns = {name: [[rng.gauss(0, 1) for _ in r.response] for r in rollouts] for name in names}
-    batch, m = advantages_of(cfg, ctx, rollouts, **columns)
+    batch, m = compute_advantages(cfg, ctx, rollouts, **columns)
     assert batch.rollouts == rollouts
-    penalties = []  # of each token
+    penalties = []  # per token
     for old, ref in zip(columns["old_logps"], columns["ref_logps"], strict=True):
         pairs = zip(old, ref, strict=True)
         penalties.append([algo.kl_coef * slow_kl(a, b, algo.kl) if algo.kl_in_reward else 0.0 for a, b in pairs])
@@ -232,16 +232,16 @@ def test_advantages_with_values_and_penalties_equal_plain_loops(flags, truncated
                 values, gamma, lam = columns["values"][i], algo.gamma, algo.lam
             advantages, returns = slow_gae(rewards, values, [True] * len(rewards), gamma, lam)
             want.append(advantages)
-            assert by_rollout(batch, batch.tokens.returns)[i].tolist() == pytest.approx(returns, abs=1e-6)
+            assert split_by_rollout(batch, batch.tokens.returns)[i].tolist() == pytest.approx(returns, abs=1e-6)
     if algo.effective_norm_std == "batch":
-        kept = [
+        counted_parts = [
             part for r, part in zip(rollouts, want, strict=True) if truncated == "keep" or r.finish_reason != "length"
         ]
-        counted = list(chain(*kept))
+        counted = list(chain(*counted_parts))
         mean = sum(counted) / len(counted)
         std = math.sqrt(sum((a - mean) ** 2 for a in counted) / (len(counted) - 1))
         want = [[(a - mean) / std for a in part] for part in want]
-    for got, advantages in zip(by_rollout(batch, batch.tokens.advantages), want, strict=True):
+    for got, advantages in zip(split_by_rollout(batch, batch.tokens.advantages), want, strict=True):
         assert got.tolist() == pytest.approx(advantages, abs=1e-6)
     assert ("value/explained_variance" in m) == algo.needs_values
 
@@ -250,7 +250,7 @@ def test_truncated_responses_are_kept_masked_or_penalised(ctx):
     packed = {}
     for how in ("keep", "mask", "penalise"):
         cfg, rollouts = parse(f"--truncated {how}"), make_rollouts(UNEVEN, length=8)
-        batch, _ = advantages_of(cfg, ctx, rollouts)
+        batch, _ = compute_advantages(cfg, ctx, rollouts)
         rows = torch.cat([micro.token_index_K for micro in batch.minibatches[0]])
         packed[how] = len(batch.tokens.rollout[rows].unique())
         trained = batch.tokens.weights[rows].sum().item()
@@ -268,15 +268,15 @@ def test_truncated_responses_are_kept_masked_or_penalised(ctx):
 
 
 def test_a_group_without_a_right_answer_has_no_signal_however_long_its_answers_are(ctx):
-    """Seven wrong answers and one that is wrong and too long: DAPO's filter is for correctness."""
+    """Seven wrong answers and one that is wrong and too long have no signal: DAPO filters by correctness."""
     cfg = parse("--group-size 8 --algo dapo --max-new-tokens 20")  # the penalty begins at 16
     rollouts = make_rollouts([[0.0] * 8, [0.0] * 7 + [1.0]], length=3)
     for long in (rollouts[0], rollouts[8]):
         long.response, long.response_mask, long.logprobs = [7] * 20, [True] * 20, [-6.0] * 20
     assign_rewards(rollouts, [{"reward": r.rewards["reward"]} for r in rollouts], cfg.algo, 20)
     assert rollouts[0].rewards["reward"] == -1 and {r.task_reward for r in rollouts[:8]} == {0.0}
-    batch, _ = advantages_of(cfg, ctx, rollouts)  # the first group is one that was kept for want of others
-    got = [column[0].item() for column in by_rollout(batch, batch.tokens.advantages)]
+    batch, _ = compute_advantages(cfg, ctx, rollouts)  # the first group has no signal, but there are no others
+    got = [column[0].item() for column in split_by_rollout(batch, batch.tokens.advantages)]
     assert got[:8] == [0.0] * 8 and got[8] < 0 < got[15]
 
 
@@ -284,54 +284,54 @@ def test_a_group_without_a_right_answer_has_no_signal_however_long_its_answers_a
     "flags",
     ["--algo grpo --kl k1 --algo-args norm_std=batch kl_in=reward --kl-coef 0.01", "--algo reinforce++ --kl-coef 0.01"],
 )
-def test_penalties_alone_stay_as_small_as_they_are(flags, ctx):
-    """Where all of a step earned the same, dividing by the std of penalties of 1e-6 would make them advantages of 1."""
+def test_penalties_alone_are_not_scaled_up(flags, ctx):
+    """If all rewards of a step are equal, dividing by the std of penalties of 1e-6 would make them advantages of 1."""
     rng, largest = random.Random(0), {}
     for rewards in ([[1.0] * 4] * 2, UNEVEN):
         rollouts = make_rollouts(rewards)
         old = [[rng.gauss(0, 1e-4) for _ in r.response] for r in rollouts]
         ref = [[0.0] * len(r.response) for r in rollouts]
-        batch, _ = advantages_of(parse(flags), ctx, rollouts, old_logps=old, ref_logps=ref)
+        batch, _ = compute_advantages(parse(flags), ctx, rollouts, old_logps=old, ref_logps=ref)
         largest[len(rewards)] = batch.tokens.advantages.abs().max().item()
     assert 0 < largest[2] < 1e-4 and largest[3] > 0.5
 
 
 @pytest.mark.parametrize(
     "flags,rewards",
-    [  # each group agrees with itself, but not with the other; those that count all earn the same (the last is cut)
+    [  # rewards that are equal within each group; rewards that are equal except for those cut off, which do not count
         ("--algo grpo --kl k1 --algo-args norm_std=batch kl_in=reward --kl-coef 0.01", [[0.0] * 4, [1.0] * 4]),
         ("--algo reinforce++ --kl-coef 0.01 --truncated mask", [[1.0, 1.0, 1.0, 0.0]] * 2),
     ],
 )
-def test_rewards_that_tell_nothing_apart_leave_penalties_small(flags, rewards, ctx):
+def test_rewards_without_a_signal_do_not_scale_penalties_up(flags, rewards, ctx):
     rng = random.Random(1)
     rollouts = make_rollouts(rewards)
     old = [[rng.gauss(0, 1e-4) for _ in r.response] for r in rollouts]
     ref = [[0.0] * len(r.response) for r in rollouts]
     cfg = parse(flags)
-    batch, _ = advantages_of(cfg, ctx, rollouts, old_logps=old, ref_logps=ref)
-    columns = by_rollout(batch, batch.tokens.advantages)
+    batch, _ = compute_advantages(cfg, ctx, rollouts, old_logps=old, ref_logps=ref)
+    columns = split_by_rollout(batch, batch.tokens.advantages)
     counted = [c for c, r in zip(columns, rollouts, strict=True) if cfg.algo.counts_in_loss(r.finish_reason)]
     assert 0 < max(column.abs().max().item() for column in counted) < 1e-4
 
 
 def test_groups_without_a_signal_do_not_count_in_the_steps_std(ctx):
     cfg = parse("--algo dapo --algo-args norm_std=batch")
-    live, dead = [[0.0, 1.0, 1.0, 0.0]], [[0.0, -1.0, 0.0, 0.0]]  # the second differs by a penalty alone
+    live, dead = [[0.0, 1.0, 1.0, 0.0]], [[0.0, -1.0, 0.0, 0.0]]  # in the second, only a penalty differs
     alone, both = make_rollouts(live), make_rollouts(live + dead)
     for r in both[4:]:
         r.rewards["unpenalised"] = 0.0
     spread = []
     for rollouts in (alone, both):
-        batch, _ = advantages_of(cfg, ctx, rollouts)
-        got = [column[0].item() for column in by_rollout(batch, batch.tokens.advantages)]
+        batch, _ = compute_advantages(cfg, ctx, rollouts)
+        got = [column[0].item() for column in split_by_rollout(batch, batch.tokens.advantages)]
         assert got[4:] == [0.0] * len(got[4:])
         spread.append((sum(a**2 for a in got) / (len(got) - 1)) ** 0.5)
     assert spread == pytest.approx([1.0, 1.0])
 
 
-def test_an_engine_that_computes_as_the_trainer_does_is_at_distance_zero(toys, ctx):
-    """One update with adapters: the ratio is 1, and nothing is capped or left out."""
+def test_an_engine_that_computes_like_the_trainer_has_no_mismatch(toys, ctx):
+    """In an update with adapters the ratio is 1, and no token is capped or masked."""
     processor = Processor(str(toys["qwen2_5_vl"]))
     cfg = parse("--lora-rank 4 --algo-args tis_cap=1.05 ratio_mask=0.9,1.1 --lr 1e-3")
     hf = add_lora(load_hf(str(toys["qwen2_5_vl"])), LoraConfig(4, 32.0))
@@ -343,13 +343,13 @@ def test_an_engine_that_computes_as_the_trainer_does_is_at_distance_zero(toys, c
         [micro] = Packer(99, processor.image_token_id).pack([r])
         with torch.no_grad():
             r.logprobs = policy(micro).logp_K.tolist()
-    m, _ = one_update(cfg, ctx, Models(policy, make_optimizer(policy, 1e-3, 0.0)), rollouts)
+    m, _ = run_update(cfg, ctx, Models(policy, make_optimizer(policy, 1e-3, 0.0)), rollouts)
     assert m["policy/grad_norm"] > 0
     assert m["mismatch/max_abs_logprob_diff"] < 1e-5 and m["rollout/tis_capped"] == m["rollout/ratio_masked"] == 0
     assert m["policy/approx_kl"] == 0 and m["policy/clip_frac"] == 0
 
 
-def test_a_reward_that_is_no_number_names_the_sample(tmp_path):
+def test_the_error_for_a_nan_reward_names_the_sample(tmp_path):
     file = tmp_path / "bad.py"
     file.write_text("def score(response, example):\n    return float('nan') if response == 'text 2' else 1.0\n")
     grader = Grader(RewardConfig(reward=(f"{file}:score",), reward_errors="stop"))
@@ -372,26 +372,25 @@ def test_dynamic_sampling_takes_the_first_groups_with_a_signal():
         4: ([(0, 0), (1, 0), (1, 1), (1, 2)], {"batches": 2, "equal": 2, "surplus": 0, "filled": 0}),
         5: ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)], {"batches": 2, "equal": 1, "surplus": 0, "filled": 1}),
     }
-    for wanted, (chosen, counts) in expected.items():
-        algo, rollout = parse("--max-gen-batches 3").algo, RolloutConfig(prompts_per_step=wanted)
+    for n_prompts, (chosen, counts) in expected.items():
+        algo, rollout = parse("--max-gen-batches 3").algo, RolloutConfig(prompts_per_step=n_prompts)
         pool = GroupPool(algo, rollout, 0, DistContext(0, 1, torch.device("cpu")))
         pool.has_signal, pool.batches_used = dict(signals), 2
         assert pool.select_groups() == chosen
         assert sampling_metrics(pool) == {f"sampling/{name}": n for name, n in counts.items()}
-        assert pool.is_full() == (wanted <= 4)
+        assert pool.is_full() == (n_prompts <= 4)
         pool.batches_used = 3
         assert pool.is_full()
 
 
-def test_algo_args_reach_the_losses_that_they_are_of(toys, ctx):
-    """Of one update from the same weights: the value head's gradient is proportional to value_coef; sapo's taus and the
-    clip against formulas written out."""
+def test_algo_args_reach_their_losses(toys, ctx):
+    """The value head's gradient of one update is proportional to value_coef; SAPO's loss uses its two taus."""
     heads = []
     for coef in (0.5, 2.0):
         cfg = parse(f"--algo ppo --update-epochs 1 --algo-args value_coef={coef}")
         models = make_models(toys["qwen2_5_vl"], cfg)
         models.policy.value_head.weight.register_hook(lambda gradient: heads.append(gradient.double()))
-        one_update(cfg, ctx, models, make_rollouts([[1.0, 0.0, 0.5, 0.0]], length=4))
+        run_update(cfg, ctx, models, make_rollouts([[1.0, 0.0, 0.5, 0.0]], length=4))
     assert len(heads) == 2
     torch.testing.assert_close(4 * heads[0], heads[1], rtol=1e-4, atol=1e-9)
     assert heads[0].norm() > 0
@@ -401,26 +400,29 @@ def test_algo_args_reach_the_losses_that_they_are_of(toys, ctx):
     for x, a, got in zip(logp.tolist(), advantages.tolist(), loss.tolist(), strict=True):
         tau = 3 if a > 0 else 7
         assert got == pytest.approx(-4 / tau * a / (1 + math.exp(-tau * (math.exp(x) - 1))))
-    assert parse("--group-size 8").algo == grpo.Algorithm()
+    assert parse("--group-size 8").algo == train.AlgorithmSettings()
     assert parse("--algo-args kl_horizon=50").algo.kl_horizon == 50
 
 
-@pytest.mark.parametrize("pair, told", [
+@pytest.mark.parametrize("pair, reason", [
     ("value_coeff=1", "no such key \\(did you mean value_coef"), ("value_clip", "give KEY=VALUE"),
     ("value_coef=none", "must be of type float"), ("kl_horizon=0.0", "must be above 0"),
     ("ref_every=x", "must be of type int"), ("critic=tail", "must be one of head, separate"),
     ("value_clip=nan", "must be above 0"), ("sapo_tau_positive=inf", "must be finite"),
 ])  # fmt: skip
-def test_wrong_algo_args_are_refused_before_a_model_loads(pair, told):
-    with pytest.raises(UserError, match=f"--algo-args {pair}: {told}"):
+def test_wrong_algo_args_are_refused_before_a_model_loads(pair, reason):
+    with pytest.raises(UserError, match=f"--algo-args {pair}: {reason}"):
         parse(f"--algo-args {pair}")
 
 
 def test_presets_are_resolved_when_parsed_and_shown():
-    algo = parse("--algo dapo --clip-low 0.1").algo
+    cfg = parse("--algo dapo --clip-low 0.1")
+    algo = cfg.algo
     assert (algo.clip_low, algo.clip_high, algo.max_gen_batches, algo.truncated) == (0.1, 0.28, 10, "penalise")
-    shown = describe_algorithm(algo)
-    assert "algorithm dapo: " in shown and "--clip-low 0.1 instead of 0.2" in shown and "--clip-high 0.28," in shown
+    shown = changed_settings(cfg)  # also what the preset sets
+    assert {"--algo dapo", "--clip-low 0.1", "--clip-high 0.28", "--max-gen-batches 10"} <= {*shown}
+    unchanged = ("--model", "--data", "--kl-coef")  # without a default, or at it
+    assert not any(setting.startswith(unchanged) for setting in shown)
     assert algo.effective_norm_std == "group" and parse("--algo ppo").algo.effective_norm_std == "batch"
     ppo = parse("--algo ppo").algo
     recipe = (ppo.update_epochs, ppo.clip_low, ppo.clip_high, ppo.value_coef, ppo.entropy_coef, ppo.gamma, ppo.lam)
@@ -428,7 +430,7 @@ def test_presets_are_resolved_when_parsed_and_shown():
 
 
 def test_a_value_head_reads_the_state_before_each_token(toys):
-    """Values do not change the policy, and depend on nothing but what comes before the token."""
+    """Adding a value head does not change the policy, and each value depends only on what comes before its token."""
     plain, valued = (make_policy(toys["qwen2_5_vl"], parse(flags)) for flags in ("", "--algo ppo"))
     torch.nn.init.normal_(valued.value_head.weight)
     processor = Processor(str(toys["qwen2_5_vl"]))

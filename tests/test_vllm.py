@@ -1,4 +1,4 @@
-"""The real vLLM on the CPU, against HFEngine, the trainer, and fresh engines.   make test-vllm"""
+"""vLLM itself on a CPU, compared with HFEngine, the trainer, and newly started engines.   make test-vllm"""
 
 import dataclasses
 import itertools
@@ -7,13 +7,14 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_episodes import compare_with_turn_by_turn
+from test_episodes import Scripted, add_end_tokens, compare_with_turn_by_turn, make_examples, make_factory
 from test_rollout import example, ids, places, trainer_logprobs
 from test_train import ROOT, TORCHRUN, flags, rows, run, without_time, write_parquet
 
@@ -21,10 +22,13 @@ import demo
 import engines.self_test as S
 import engines.vllm
 import eval as evaluate
+import layers.experts as experts
 import model as M
+import train
 from engines import launch
 from engines.hf import HFEngine
 from engines.vllm import VLLMEngine
+from envs._episodes import EpisodeEngine
 from layers.lora import LoraConfig, add_lora, find_lora_layers, merge_lora
 from packing import Packer
 from parallel.loading import save_hf
@@ -35,13 +39,13 @@ from tasks.shapes import shapes_rows
 pytestmark = pytest.mark.vllm
 CPU = torch.device("cpu")
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-RECURRENT = ("qwen3_5", "qwen3_5_moe")  # for a CPU vLLM has them in bfloat16 only, and with wider heads
+RECURRENT = ("qwen3_5", "qwen3_5_moe")  # vLLM on CPUs needs bfloat16 and wider heads for them
 SETTINGS = {"max_num_batched_tokens": 512, "max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 27}
 
 
 @pytest.fixture(scope="session")
 def toys(tmp_path_factory):
-    """As conftest's, but wider: vLLM's attention for CPUs wants heads of 32."""
+    """The same as conftest's toys, but wider: vLLM's attention on CPUs needs heads of size 32."""
     root = tmp_path_factory.mktemp("vllm_toys")
     for family in (*FAMILIES, *RECURRENT, "qwen2_vl"):
         hidden = 256 if family in RECURRENT else 128
@@ -49,47 +53,49 @@ def toys(tmp_path_factory):
     return {family: root / family for family in (*FAMILIES, *RECURRENT, "qwen2_vl")}
 
 
-KEPT = []  # vLLM takes its process groups down with the first engine that is collected
+ENGINES = []  # vLLM destroys its process groups when the first engine is garbage-collected
 
 
 def start(folder, pixels=(), dtype=torch.float32, **settings):
     processor = M.Processor(str(folder), *pixels)
     limits = {"max_model_len": 384, "limit_mm_per_prompt": {"image": {"count": 3, "width": 224, "height": 224}}}
-    KEPT.append(VLLMEngine(str(folder), processor, CPU, dtype, **limits | SETTINGS | settings))
-    return KEPT[-1]
+    ENGINES.append(VLLMEngine(str(folder), processor, CPU, dtype, **limits | SETTINGS | settings))
+    return ENGINES[-1]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def experts_first(toys):
-    """vLLM makes its process group for experts with the first engine of a process, or never."""
+    """Start an engine with experts first: vLLM creates the experts' process group with a process's first engine or
+    never."""
     start(toys["qwen3_vl_moe"])
 
 
 @pytest.fixture(scope="session")
 def started(toys):
-    """family -> (VLLMEngine, hf model, processor); what changes the engine's weights puts them back by `restored`."""
-    made = {}
+    """started(family) -> (VLLMEngine, hf model, processor). Tests that change the engine's weights use `restored`."""
+    cache = {}
 
     def get(family):
-        if family not in made:
+        if family not in cache:
             engine, hf = start(toys[family]), M.load_hf(str(toys[family])).eval()
             engine.load_weights(named(hf))
-            made[family] = engine, hf, engine.processor
-        return made[family]
+            cache[family] = engine, hf, engine.processor
+        return cache[family]
 
     return get
 
 
 @pytest.fixture
 def restored(started):
-    """started(family), with the engine's weights put back afterwards, and a fresh copy of the hf model to spoil."""
+    """restored(family) -> the same as started(family), with a separate copy of the hf model that the test may change.
+    The engine's weights are restored afterwards."""
     used = []
 
     def get(family):
         engine, hf, processor = started(family)
         used.append((engine, hf))
-        spoilt = M.load_hf(hf.name_or_path).eval()
-        return engine, spoilt, processor
+        hf_copy = M.load_hf(hf.name_or_path).eval()
+        return engine, hf_copy, processor
 
     yield get
     for engine, hf in used:
@@ -102,7 +108,7 @@ def named(hf, wanted=lambda name: True):
 
 @pytest.fixture
 def mixed(picture):
-    """Prompts with 1, 0, 2 and 3 images, most of them not of the size that the model sees."""
+    """Examples with 1, 0, 2 and 3 images, most of which the processor has to resize."""
     first = picture(84, 84, 1)
     return [
         example("one", "<image>What is it?", [first]),
@@ -113,7 +119,7 @@ def mixed(picture):
 
 
 def gaps(rollouts, hf, processor, temperature=1.0):
-    """Of each rollout: |engine's log-probability - trainer's| of its tokens."""
+    """Return, for each rollout, |engine's log-probability - trainer's| of its tokens."""
     policy = M.Policy(hf, processor)
     return [(trainer_logprobs(policy, r, temperature) - torch.tensor(r.logprobs)).abs() for r in rollouts]
 
@@ -126,23 +132,23 @@ def assert_same(ours, theirs, atol=1e-5):
         torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=atol)
 
 
-# --- the same function ------------------------------------------------------------------------------------------------
+# --- tokens and log-probabilities -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_hf_on_50_prompts_with_images(family, started, picture, mixed):
+def test_greedy_tokens_equal_those_of_hf_on_50_prompts_with_images(family, started, picture, mixed):
     engine, hf, processor = started(family)
-    asked = ["What colour are they?", "How many shapes are there?", "Describe this in detail.", "Why?"]
+    questions = ["What colour are they?", "How many shapes are there?", "Describe this in detail.", "Why?"]
     examples = []
     for i in range(50):
         image = picture(40 + 7 * (i % 13), 40 + 11 * (i % 9), i)
-        examples.append(example(f"p{i}", f"<image>{asked[i % 4]}", [image]))
+        examples.append(example(f"p{i}", f"<image>{questions[i % 4]}", [image]))
     prompts = make_prompts(examples + mixed, processor)
     greedy = SamplingParams(16, temperature=0.0)
     assert_same(engine.generate(prompts, 1, greedy), HFEngine(hf, processor, CPU).generate(prompts, 1, greedy))
 
 
-def test_qwen2_vl_too(toys, mixed):
+def test_greedy_tokens_of_qwen2_vl_equal_those_of_hf(toys, mixed):
     engine, hf = start(toys["qwen2_vl"]), M.load_hf(str(toys["qwen2_vl"]))
     assert engine.load_weights(named(hf))["sync/calls"] == 1
     prompts, greedy = make_prompts(mixed, engine.processor), SamplingParams(12, 0.0)
@@ -151,14 +157,32 @@ def test_qwen2_vl_too(toys, mixed):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_logprobs_are_the_trainers(family, started, mixed):
+def test_sampled_logprobs_equal_the_trainers(family, started, mixed):
     engine, hf, processor = started(family)
     rollouts = engine.generate(make_prompts(mixed, processor), 5, SamplingParams(14, temperature=0.7, seed=3))
     assert max(map(torch.max, gaps(rollouts, hf, processor, 0.7))) <= 1e-5
     assert len({tuple(r.response) for r in rollouts}) == 20
 
 
-def test_pixel_limits_reach_both_sides(toys, mixed):
+def check_noised_samples(engine, hf, processor, examples):
+    """NoisyRollout: the samples of noised images, which have the uid of the others, are sampled from noised images."""
+    noisy = pytest.importorskip("algorithms.noisy")
+    algo = train.AlgorithmSettings(noise_level=900.0, group_size=4)
+    prompts = noisy.add_noised_prompts(make_prompts(examples, processor), algo, seed=0, step=0, steps=10)
+    for _ in range(2):  # the second time from caches
+        rollouts = engine.generate(prompts, 4, SamplingParams(10, temperature=0.8, seed=3))
+        assert [r.prompt.view_of is not None for r in rollouts] == [False] * 2 + [True] * 2 + [False] * 4 + (
+            [False] * 2 + [True] * 2) * 2
+        assert max(map(torch.max, gaps(rollouts, hf, processor, 0.8))) <= 1e-5
+        noised = [replace(r, prompt=r.prompt.view_of) for r in rollouts if r.prompt.view_of]
+        assert min(map(torch.max, gaps(noised, hf, processor, 0.8))) > 1e-4  # not given the images themselves
+
+
+def test_noised_samples_see_noised_images(started, mixed):
+    check_noised_samples(*started("qwen2_5_vl"), mixed)
+
+
+def test_pixel_limits_reach_both_engines(toys, mixed):
     folder = str(toys["qwen2_5_vl"])
     engine = start(folder, (100 * 28 * 28 // 16, 12 * 28 * 28))
     processor = engine.processor
@@ -178,53 +202,53 @@ def test_groups_are_in_order_and_each_sample_has_its_own_seed(started, mixed):
     rollouts = engine.generate(prompts, 3, sampling)
     assert places(rollouts) == list(itertools.product(["one", "none", "two", "three"], range(3)))
     assert all(r.prompt is prompts[i // 3] for i, r in enumerate(rollouts))
-    assert_same(engine.generate(prompts, 3, sampling), rollouts)  # now from the prefix cache
-    assert_same(engine.generate(prompts[2:3], 3, sampling), rollouts[6:9])  # whatever else is in the batch
+    assert_same(engine.generate(prompts, 3, sampling), rollouts)  # this time from the prefix cache
+    assert_same(engine.generate(prompts[2:3], 3, sampling), rollouts[6:9])  # whatever the batch contains besides
     assert ids(engine.generate(prompts, 3, SamplingParams(10, seed=6))) != ids(rollouts)
     assert engine.generate([], 3, sampling) == []
 
 
-def ending(engine, hf, processor):
-    """The engine with weights under which some samples end early."""
+def load_weights_that_end_early(engine, hf, processor):
+    """Load weights with which some samples end early."""
     direction = torch.randn(128, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         hf.lm_head.weight[processor.eos_ids[0]] = 0.02 * direction
     engine.load_weights(named(hf))
 
 
-def test_each_rollout_is_handed_over_once_when_it_ends(restored, mixed, monkeypatch):
+def test_the_callback_gets_each_rollout_once_when_it_ends(restored, mixed, monkeypatch):
     engine, hf, processor = restored("qwen2_5_vl")
-    ending(engine, hf, processor)
-    monkeypatch.setattr(engine, "should_stop", lambda: True)  # vLLM is not cut short
+    load_weights_that_end_early(engine, hf, processor)
+    monkeypatch.setattr(engine, "should_stop", lambda: True)  # must not stop vLLM early
     prompts, sampling = make_prompts(mixed, processor), SamplingParams(12, seed=1)
-    steps, handed = [], []
+    steps, finished = [], []
     original = type(engine.llm.llm_engine).step
     monkeypatch.setattr(type(engine.llm.llm_engine), "step", lambda self: steps.append(1) or original(self))
-    rollouts = engine.generate(prompts, 16, sampling, lambda r: handed.append((r, len(steps))))
-    assert sorted(id(r) for r, _ in handed) == sorted(map(id, rollouts)) and len(set(map(id, rollouts))) == 64
+    rollouts = engine.generate(prompts, 16, sampling, lambda r: finished.append((r, len(steps))))
+    assert sorted(id(r) for r, _ in finished) == sorted(map(id, rollouts)) and len(set(map(id, rollouts))) == 64
     assert places(rollouts) == list(itertools.product(["one", "none", "two", "three"], range(16)))
-    lengths = [len(r.response) for r, _ in handed]
-    assert min(lengths) < max(lengths) == 12 and handed[0][1] < handed[-1][1]
-    for uid in ("one", "none", "two", "three"):  # all of a group start within a step or two of one another
-        longer = [len(r.response) - then for r, then in handed if r.prompt.uid == uid]
-        assert max(longer) - min(longer) <= 2
+    lengths = [len(r.response) for r, _ in finished]
+    assert min(lengths) < max(lengths) == 12 and finished[0][1] < finished[-1][1]
+    for uid in ("one", "none", "two", "three"):  # all samples of a group start within two steps
+        offsets = [len(r.response) - step for r, step in finished if r.prompt.uid == uid]
+        assert max(offsets) - min(offsets) <= 2
     assert_same(engine.generate(prompts, 16, sampling), rollouts)
 
 
-def test_what_vllm_gives_is_what_its_own_loop_does(started, mixed, monkeypatch):
-    """llm.generate, which hands nothing over, on the same requests: token for token."""
+def test_generate_equals_vllms_own_generate(started, mixed, monkeypatch):
+    """The tokens and log-probabilities equal those of llm.generate, which has no callback, on the same requests."""
     engine, _, processor = started("qwen2_5_vl")
     prompts, sampling = make_prompts(mixed, processor), SamplingParams(10, seed=7)
-    asked, original = [], engine.llm.enqueue
-    monkeypatch.setattr(engine.llm, "enqueue", lambda *a, **k: asked.append(a) or original(*a, **k))
+    requests, original = [], engine.llm.enqueue
+    monkeypatch.setattr(engine.llm, "enqueue", lambda *a, **k: requests.append(a) or original(*a, **k))
     ours = engine.generate(prompts, 3, sampling)
     engine.reset_caches()
-    theirs = [output.outputs[0] for output in engine.llm.generate(*asked[0], use_tqdm=False)]
+    theirs = [output.outputs[0] for output in engine.llm.generate(*requests[0], use_tqdm=False)]
     assert [r.response for r in ours] == [list(sample.token_ids) for sample in theirs]
     assert [r.logprobs for r in ours] == [list(sample.logprobs.logprobs) for sample in theirs]
 
 
-def test_nothing_is_left_in_vllm_by_what_was_given_up(started, mixed):
+def test_a_failed_generate_leaves_no_requests_in_vllm(started, mixed):
     engine, _, processor = started("qwen2_5_vl")
     prompts, sampling = make_prompts(mixed, processor), SamplingParams(10, seed=5)
     expected = engine.generate(prompts, 3, sampling)
@@ -236,13 +260,13 @@ def test_nothing_is_left_in_vllm_by_what_was_given_up(started, mixed):
         engine.generate(prompts, 3, sampling, fail)
     assert not engine.llm.llm_engine.has_unfinished_requests()
     assert not any("vLLM failed" in note for note in getattr(caught.value, "__notes__", []))
-    engine.reset_caches()  # an error where a request still runs
+    engine.reset_caches()  # raises an error if a request is still running
     assert_same(engine.generate(prompts, 3, sampling), expected)
 
 
-def test_ends_are_kept_and_told_apart(restored, mixed):
+def test_end_tokens_are_kept_and_finish_reasons_are_right(restored, mixed):
     engine, hf, processor = restored("qwen2_5_vl")
-    ending(engine, hf, processor)
+    load_weights_that_end_early(engine, hf, processor)
     prompts = make_prompts(mixed, processor)
     rollouts = engine.generate(prompts, 16, SamplingParams(12, seed=1))
     ends = {r.finish_reason for r in rollouts}
@@ -257,8 +281,9 @@ def test_ends_are_kept_and_told_apart(restored, mixed):
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_recurrent_families_are_as_near_as_bfloat16_allows(family, toys, mixed):
-    """Engine and trainer, before and after new weights; what bfloat16 does to transformers' model is the measure."""
+def test_recurrent_families_are_as_close_as_bfloat16_allows(family, toys, mixed):
+    """The engine differs from the fp32 trainer less than twice as much as transformers' model in bfloat16 does, before
+    and after a weight sync."""
     hf, half = (M.load_hf(str(toys[family])).eval() for _ in range(2))
     processor = M.Processor(str(toys[family]))
     engine = start(toys[family], dtype=torch.bfloat16)
@@ -288,7 +313,7 @@ def test_placeholders_and_padding_cannot_be_sampled_even_by_a_model_that_wants_t
     banned = processor.banned_token_ids(448).tolist()
     assert processor.image_token_id in banned and 447 in banned and len(banned) > 5
     direction = torch.randn(128, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():  # whatever the hidden state, one of the two is far ahead
+    with torch.no_grad():  # whatever the hidden state, one of the two tokens has by far the largest logit
         hf.lm_head.weight[processor.image_token_id] = 100 * direction
         hf.lm_head.weight[447] = -100 * direction
     engine.load_weights(named(hf))
@@ -298,11 +323,12 @@ def test_placeholders_and_padding_cannot_be_sampled_even_by_a_model_that_wants_t
     assert max(map(torch.max, gaps(rollouts, hf, processor))) <= 1e-5
     unbanned = M.Policy(hf, processor)
     unbanned.banned = torch.tensor([], dtype=torch.long)
-    assert trainer_logprobs(unbanned, rollouts[0]).max() < -5  # without the ban it would hardly ever have said this
+    assert trainer_logprobs(unbanned, rollouts[0]).max() < -5  # very unlikely without the ban
 
 
 def test_the_ban_is_accepted_by_model_runner_v2():
-    """A GPU build chooses Model Runner V2, which has a loader and an interface of its own; its files are here too."""
+    """On a GPU vLLM uses Model Runner V2, which has another interface for logits processors. The CPU build contains its
+    code too."""
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcRequestState, build_custom_logits_processors
 
     config = SimpleNamespace(additional_config={"banned": [1, 3]})
@@ -313,7 +339,7 @@ def test_the_ban_is_accepted_by_model_runner_v2():
     assert (logits == -torch.inf).nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3]]
 
 
-FORCED = """
+START_WITH_V2 = """
 import sys
 import vllm.config.vllm
 vllm.config.vllm.HAS_TRITON = True  # what chooses Model Runner V2
@@ -322,11 +348,105 @@ print("V2:", start(sys.argv[1]).llm.llm_engine.vllm_config.use_v2_model_runner)
 """
 
 
-def test_vllm_starts_where_it_chooses_model_runner_v2(toys):
+def test_vllm_starts_with_model_runner_v2(toys):
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-c", FORCED, toys["qwen2_5_vl"]]
+    command = [sys.executable, "-c", START_WITH_V2, toys["qwen2_5_vl"]]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert "V2: True" in done.stdout, done.stderr[-3000:]
+
+
+# --- replayed experts -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def routed(restored, monkeypatch):
+    """routed(noise): return the same as started("qwen3_vl_moe"), with a policy that replays experts in place of the hf
+    model. On a CPU vLLM refuses to return experts, so its routers' hook for this collects them, for one request at a
+    time, and they are added to its outputs. With noise the routers choose by noisy logits."""
+
+    def make(noise):
+        engine, hf, processor = restored("qwen3_vl_moe")
+        policy, llm = M.Policy(hf, processor), engine.llm
+        experts.start_replay(hf, SimpleNamespace())
+        monkeypatch.setattr(engine, "expert_layers", [0, 1])  # removes it after the test
+        model, chosen, starts = engine.executor.driver_worker.model_runner.model, {}, []
+        routers = [module.router for module in model.modules() if hasattr(module, "router")]
+        mixing = torch.randn(hf.config.text_config.hidden_size, 4, generator=torch.Generator().manual_seed(0)) / 10
+
+        def choose(plain, k, hidden, logits, dtype, **kwargs):
+            weights, ids = plain(hidden, logits, dtype, **kwargs)
+            # noise that depends on the token's state, because vLLM computes tokens of earlier turns again if they do
+            # not fill a block of its prefix cache
+            noisy = logits + noise * hidden @ mixing
+            ids = noisy.topk(k, dim=-1).indices.to(ids.dtype)
+            weights = logits.softmax(-1).gather(1, ids.long())
+            return weights / weights.sum(-1, keepdim=True), ids
+
+        for layer, router in enumerate(routers):
+            monkeypatch.setattr(router, "capture_fn", lambda ids, layer=layer: chosen[layer].append(ids.clone()))
+            if noise:
+                plain = partial(choose, router._compute_routing, router.top_k)
+                monkeypatch.setattr(router, "_compute_routing", plain)
+        enqueue, step = llm.enqueue, llm.llm_engine.step
+
+        def enqueue_one(prompts, parameters, use_tqdm):
+            if prompts:
+                [one] = parameters
+                starts.append(one.routed_experts_prompt_start)
+                chosen.update({layer: [] for layer in range(len(routers))})
+            return enqueue(prompts, parameters, use_tqdm=use_tqdm)
+
+        def step_with_experts():
+            outputs = step()
+            for output in outputs:
+                [sample] = output.outputs
+                rows = torch.stack([torch.cat(chosen[layer]) for layer in range(len(routers))], dim=1)
+                n_new = len(output.prompt_token_ids) + len(sample.token_ids) - 1 - starts[-1]
+                assert len(rows) >= n_new  # the tokens before them may be in the prefix cache
+                sample.routed_experts = rows[len(rows) - n_new :].numpy().astype("uint8")
+            return outputs
+
+        monkeypatch.setattr(llm, "enqueue", enqueue_one)
+        monkeypatch.setattr(llm.llm_engine, "step", step_with_experts)
+        return engine, policy, processor, starts
+
+    yield make
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_replayed_experts_of_vllm(noise, routed, mixed):
+    engine, policy, processor, starts = routed(noise)
+    rollouts = []
+    for prompt in make_prompts(mixed, processor):
+        engine.reset_caches()  # the hook sees no token that is in the prefix cache
+        rollouts += engine.generate([prompt], 1, SamplingParams(14, seed=3))
+    assert len(starts) == 4 and not any(starts)
+    for r in rollouts:
+        assert r.n_routed == len(r.prompt.token_ids) + len(r.response) - 1
+        engine_logp = torch.tensor(r.logprobs)
+        [micro] = Packer(10_000, processor.image_token_id).pack([r])
+        assert (policy(micro).logp_K - engine_logp).abs().max() < 2e-6
+        assert all((share > 0.1) == (noise > 0) for share in micro.differing)
+        own = policy(replace(micro, experts_T=None)).logp_K
+        assert ((own - engine_logp).abs().max() > 1e-4) == (noise > 0)
+
+
+def test_later_turns_ask_vllm_for_the_experts_of_new_tokens(routed):
+    engine, policy, plain, starts = routed(1.0)
+    engine.processor = processor = add_end_tokens(plain)
+    envs = make_factory(Scripted, max_turns=5)
+    n_images = 0
+    for prompt in make_prompts(make_examples([2, 2, 2]), processor, reset_fn=envs.reset_example):
+        engine.reset_caches()
+        starts.clear()
+        [r] = EpisodeEngine(engine, envs, processor).generate([prompt], 1, SamplingParams(200, seed=1))
+        assert starts[0] == 0 and starts == sorted(set(starts)) and len(starts) == r.n_turns == 2
+        n_images += len(r.images)
+        [micro] = Packer(10_000, processor.image_token_id).pack([r])
+        assert (micro.experts_T >= 0).all()
+        assert (policy(micro).logp_K - torch.tensor(r.logprobs)).abs().max() < 2e-6
+    assert n_images
+    engine.processor = plain
 
 
 # --- new weights ------------------------------------------------------------------------------------------------------
@@ -334,7 +454,7 @@ def test_vllm_starts_where_it_chooses_model_runner_v2(toys):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tower", [False, True])
-def test_after_a_sync_generation_is_that_of_a_fresh_engine(family, tower, restored, mixed, tmp_path, monkeypatch):
+def test_generation_after_a_sync_equals_that_of_a_new_engine(family, tower, restored, mixed, tmp_path, monkeypatch):
     engine, hf, processor = restored(family)
     prompts, sampling = make_prompts(mixed, processor), SamplingParams(10, seed=4)
     before = engine.generate(prompts, 3, sampling)
@@ -351,7 +471,7 @@ def test_after_a_sync_generation_is_that_of_a_fresh_engine(family, tower, restor
     fresh = start(tmp_path).generate(prompts, 3, sampling)
     assert ids(fresh) != ids(before)
     synced = named(hf, lambda name: name in changed)
-    with monkeypatch.context() as patch:  # the bug itself: without this reset the old images and prompts live on
+    with monkeypatch.context() as patch:  # the bug: without this reset, caches filled by the old weights are used
         patch.setattr(engine, "reset_caches", lambda: None)
         engine.load_weights(synced)
         stale = engine.generate(prompts, 3, sampling)
@@ -361,7 +481,7 @@ def test_after_a_sync_generation_is_that_of_a_fresh_engine(family, tower, restor
     assert max(map(torch.max, gaps(engine.generate(prompts, 3, sampling), hf, processor))) <= 1e-5
 
 
-def test_calls_and_bytes_are_as_predicted(restored, monkeypatch):
+def test_a_sync_takes_the_expected_calls_and_bytes(restored, monkeypatch):
     engine, hf, _ = restored("qwen2_5_vl")
     sizes = {name: 4 * math.prod(p.shape) for name, p in hf.named_parameters()}
     calls = []
@@ -376,16 +496,16 @@ def test_calls_and_bytes_are_as_predicted(restored, monkeypatch):
         for limit in (1, 100_000, 300_000, 10**9):
             engine.bucket_bytes = limit
             sent = [size for name, size in sizes.items() if wanted(name)]
-            expected, room = 0, 0  # consecutive tensors, a new bucket when the next does not fit
+            expected, room = 0, 0  # tensors fill a bucket in order; one that does not fit starts a new bucket
             for size in sent:
                 if size > room:
                     expected += 1
                     room = limit
                 room -= size
             calls.clear()
-            told = engine.load_weights(named(hf, wanted))
-            assert told == {"sync/calls": expected, "sync/bytes": sum(sent)}
-            assert len(calls) == expected and sum(calls) == told["sync/bytes"]
+            metrics = engine.load_weights(named(hf, wanted))
+            assert metrics == {"sync/calls": expected, "sync/bytes": sum(sent)}
+            assert len(calls) == expected and sum(calls) == metrics["sync/bytes"]
             assert max(calls) <= max(limit, max(sizes.values()))
     engine.bucket_bytes = 512 << 20
 
@@ -393,13 +513,13 @@ def test_calls_and_bytes_are_as_predicted(restored, monkeypatch):
 def test_unknown_and_missing_names_are_errors(restored, toys):
     engine, hf, _ = restored("qwen2_5_vl")
     vector, layers = torch.zeros(128), "model.language_model.layers"
-    # vLLM itself takes a bias that it does not know for a leftover of quantisation, and drops it without a word
+    # vLLM itself ignores an unknown bias silently, as a remnant of quantisation
     for name in (f"{layers}.0.self_attn.o_proj.bias", f"{layers}.9.mlp.up_proj.weight", "q"):
         with pytest.raises(ValueError, match=f"no parameter '{name}'"):
             engine.load_weights([(name, vector)])
     with pytest.raises(AssertionError, match="no tensor was given"):
         engine.load_weights([])
-    engine.has_all_weights = False  # as at the start, or after a deep sleep
+    engine.has_all_weights = False  # as at the start, or after sleep at level 2
     missing = f"{layers}.1.self_attn.k_proj.bias"  # one of three that vLLM stacks in one parameter
     with pytest.raises(ValueError, match=f"1 parameters were not sent, the first is '{missing}'"):
         engine.load_weights(named(hf, lambda name: name != missing))
@@ -408,7 +528,7 @@ def test_unknown_and_missing_names_are_errors(restored, toys):
 
 
 def test_a_parameter_that_vllm_does_not_fill_is_an_error(restored, monkeypatch):
-    """It would go on with whatever was there."""
+    """Otherwise vLLM would continue with the old value."""
     engine, hf, _ = restored("qwen2_5_vl")
     lost = "language_model.model.layers.1.mlp.gate_up_proj.weight"
     original = type(engine.loader.model).load_weights
@@ -423,7 +543,7 @@ def test_a_parameter_that_vllm_does_not_fill_is_an_error(restored, monkeypatch):
 
 
 def self_test(policy, engine, processor, examples):
-    """As train.py calls it, for an engine that has the policy's weights."""
+    """Run the self-test as train.py does, on an engine that has the policy's weights."""
     examples = ExampleList(examples, [len(p.token_ids) for p in make_prompts(examples, processor)])
     packer = Packer(2000, processor.image_token_id)
     return S.self_test(policy, engine, examples, processor, packer, SamplingParams(12))
@@ -437,14 +557,14 @@ def test_the_self_test_passes_and_puts_everything_back(family, toys, mixed):
     engine.load_weights(FullParameters(policy))
     prompts, sampling = make_prompts(mixed, processor), SamplingParams(8, seed=1)
     before = engine.generate(prompts, 2, sampling)
-    moved = self_test(policy, engine, processor, mixed).split("moved it by ")[1]
+    moved = self_test(policy, engine, processor, mixed).split("moved log-probabilities by ")[1].split(";")[0]
     assert float(moved) > 0.05
     assert_same(engine.generate(prompts, 2, sampling), before, atol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_stale_tensor_is_refused(family, restored, mixed, monkeypatch):
-    """Of each kind that vLLM stacks, splits or renames on the way in."""
+def test_the_self_test_finds_a_stale_tensor(family, restored, mixed, monkeypatch):
+    """The self-test notices a lost update of each kind of parameter that vLLM stacks, splits or renames."""
     engine, hf, processor = restored(family)
     policy = M.Policy(hf, processor, "all")
     original, names = engine.load_weights, dict(hf.named_parameters())
@@ -452,11 +572,11 @@ def test_a_stale_tensor_is_refused(family, restored, mixed, monkeypatch):
     kinds = (*language, "lm_head.weight", "blocks.0.attn.qkv.bias", "visual.patch_embed.proj.weight")
     chosen = [[name for name in names if name.endswith(kind)][-1:] for kind in kinds]
 
-    def without(deaf, named):
-        return original((name, tensor) for name, tensor in named if name != deaf)
+    def load_all_but(lost, named):
+        return original((name, tensor) for name, tensor in named if name != lost)
 
     for name in itertools.chain.from_iterable(chosen):
-        monkeypatch.setattr(engine, "load_weights", partial(without, name))
+        monkeypatch.setattr(engine, "load_weights", partial(load_all_but, name))
         with pytest.raises(ValueError, match="of engine and trainer under new weights differ"):
             self_test(policy, engine, processor, mixed)
         monkeypatch.undo()
@@ -477,10 +597,10 @@ def test_adapters_arrive_merged(family, restored, mixed):
     assert_same(engine.generate(prompts, 1, greedy), reference.generate(prompts, 1, greedy))
 
 
-# --- what can go wrong ------------------------------------------------------------------------------------------------
+# --- errors and limits ------------------------------------------------------------------------------------------------
 
 
-def test_what_the_engine_was_not_started_for_is_refused(started, picture):
+def test_prompts_beyond_the_engines_limits_are_refused(started, picture):
     engine, _, processor = started("qwen2_5_vl")
     long = make_prompts([example("long", "word " * 380, [])], processor)
     with pytest.raises(AssertionError, match="the engine was started for shorter sequences"):
@@ -491,7 +611,7 @@ def test_what_the_engine_was_not_started_for_is_refused(started, picture):
 
 
 def test_more_images_than_the_caches_hold(started, toys, picture):
-    """Encoder budget, key-value blocks and the processor's cache all overflow; requests wait, nothing is lost."""
+    """Encoder budget, KV blocks and the processor's cache all overflow. Requests then wait, and none is lost."""
     _, hf, processor = started("qwen2_5_vl")
     settings = {"kv_cache_memory_bytes": 3 << 20, "max_num_seqs": 6, "max_num_batched_tokens": 128}
     engine, greedy = start(toys["qwen2_5_vl"], **settings), SamplingParams(6, 0.0)
@@ -506,10 +626,10 @@ def test_a_cache_that_is_too_small_is_an_error_at_the_start(toys):
         start(toys["qwen2_5_vl"], kv_cache_memory_bytes=100_000)
 
 
-def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatch):
+def test_vllm_settings_reach_vllm_and_wrong_ones_are_refused(toys, monkeypatch):
     pairs = ["block_size=64", "served_model_name=toy", "max_num_seqs=3", "sleep_level=2"]
-    more = launch.vllm_settings(pairs, "vllm", world=3)
-    assert more == {"block_size": 64, "served_model_name": "toy", "max_num_seqs": 3, "sleep_level": 2}
+    settings = launch.vllm_settings(pairs, "vllm", world=3)
+    assert settings == {"block_size": 64, "served_model_name": "toy", "max_num_seqs": 3, "sleep_level": 2}
     given = {}
 
     def stop(cuda, tp, arguments):
@@ -518,7 +638,7 @@ def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatc
 
     monkeypatch.setattr(engines.vllm, "start_llm", stop)
     with pytest.raises(ValueError, match="that is enough"):
-        start(toys["qwen2_5_vl"], **more)
+        start(toys["qwen2_5_vl"], **settings)
     assert given["block_size"] == 64 and given["served_model_name"] == "toy" and given["max_num_seqs"] == 3
     assert "sleep_level" not in given
     refused = {
@@ -538,19 +658,19 @@ def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatc
         launch.vllm_settings(pairs, "hf", world=3)
 
 
-def test_an_engine_out_of_memory_says_what_is_lost(toys, mixed):
+def test_running_out_of_memory_says_what_to_lower(toys, mixed):
     engine = start(toys["qwen2_5_vl"])
 
     def fail(*_):
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
     engine.loader.model.register_forward_pre_hook(fail)
-    told = "(?s)tried to allocate 3 GiB.*vLLM failed while generating.*lower --vllm"
-    with pytest.raises(torch.OutOfMemoryError, match=told):
+    message = "(?s)tried to allocate 3 GiB.*vLLM failed while generating.*lower --vllm"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
         engine.generate(make_prompts(mixed, engine.processor), 2, SamplingParams(4))
 
 
-def test_another_prompt_than_the_processors_is_refused(started, mixed):
+def test_a_prompt_that_differs_from_the_processors_is_refused(started, mixed):
     engine, _, processor = started("qwen2_5_vl")
     prompts = make_prompts(mixed[:1], processor)
     prompts[0].images[0].image = prompts[0].images[0].image.resize((112, 84))
@@ -571,30 +691,30 @@ def data(tmp_path_factory):
     return path
 
 
-def command(toys, data, out, *more, family="qwen2_5_vl"):
-    return [sys.executable, "train.py", *flags(toys[family], data, out, "--rollout", "vllm", *more)]
+def command(toys, data, out, *options, family="qwen2_5_vl"):
+    return [sys.executable, "train.py", *flags(toys[family], data, out, "--rollout", "vllm", *options)]
 
 
 def test_a_run_learns_and_the_self_test_leaves_no_trace(toys, data, tmp_path):
-    more = ["--steps", 14, "--eval-data", data, "--reward", f"{data.parent}/letters.py:score", "--lr", "3e-3"]
-    more += ["--save-every", 14, "--group-size", 8, "--micro-tokens", 400]
-    done = run(command(toys, data, tmp_path / "with", *more))
+    options = ["--steps", 14, "--eval-data", data, "--reward", f"{data.parent}/letters.py:score", "--lr", "3e-3"]
+    options += ["--save-every", 14, "--group-size", 8, "--micro-tokens", 400]
+    done = run(command(toys, data, tmp_path / "with", *options))
     assert "rollouts by vllm" in done.stdout and "self-test: " in done.stdout and "under new weights" in done.stdout
     logged = rows(tmp_path / "with")
     steps = [row for row in logged if "reward/mean" in row]
     reward = [row["reward/mean"] for row in steps]
     assert sum(reward[-3:]) / 3 > sum(reward[:3]) / 3 + 0.15
     hf = M.load_hf(str(toys["qwen2_5_vl"]))
-    # what is frozen is sent once, before step 1
+    # frozen weights are sent only once, before step 1
     trained = sum(p.nbytes for name, p in hf.named_parameters() if "visual" not in name)
     assert all(row["sync/bytes"] == trained and row["sync/calls"] == 1 for row in steps)
     assert all(0 < row["mismatch/max_abs_logprob_diff"] <= 1e-5 and row["mismatch/kl"] < 1e-9 for row in steps)
-    run(command(toys, data, tmp_path / "without", *more, "--no-self-test"))
+    run(command(toys, data, tmp_path / "without", *options, "--no-self-test"))
     assert without_time(tmp_path / "without") == without_time(tmp_path / "with")
 
 
-def test_a_crash_leaves_the_checkpoint_and_the_run_goes_on(toys, data, tmp_path):
-    more = ["--steps", 4, "--save-every", 1]
+def test_a_run_resumes_from_its_checkpoint_after_a_crash(toys, data, tmp_path):
+    options = ["--steps", 4, "--save-every", 1]
     broken = tmp_path / "broken.py"
     broken.write_text(f"""
 import sys
@@ -611,22 +731,22 @@ def generate(engine, *args, **more):
 engines.vllm.VLLMEngine.generate = generate
 utils.run_script(train.main, train.parse_args)
 """)
-    crashed = run([sys.executable, broken, *command(toys, data, tmp_path / "r", *more)[2:]], check=False)
+    crashed = run([sys.executable, broken, *command(toys, data, tmp_path / "r", *options)[2:]], check=False)
     assert crashed.returncode != 0 and "vLLM failed while generating" in crashed.stderr
     assert "device lost" in crashed.stderr
     assert [p.name for p in sorted((tmp_path / "r" / "checkpoints").iterdir())][-1] == "step_000002"
-    done = run([*command(toys, data, tmp_path / "r", *more), "--resume", "auto"])
+    done = run([*command(toys, data, tmp_path / "r", *options), "--resume", "auto"])
     assert "resumed from" in done.stdout and [row["step"] for row in rows(tmp_path / "r")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_two_processes(tp, toys, data, tmp_path):
-    stale = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")  # as a run leaves it that was killed while it started
+def test_training_on_two_processes(tp, toys, data, tmp_path):
+    stale = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")  # left by a run that was killed during start-up
     if Path("/dev/shm").is_dir() and not stale.exists():
         stale.touch()
-    more = ["--steps", 2, "--minibatches", 2, "--vllm", f"tensor_parallel_size={tp}", "--tp", 3 - tp]
-    more += ["--algo-args", "tis_cap=1.01", "--algo-args", "ratio_mask=0.5,2", "--eval-data", data]
-    launch = [*TORCHRUN, 2, *command(toys, data, tmp_path / "r", *more)[1:]]
+    options = ["--steps", 2, "--minibatches", 2, "--vllm", f"tensor_parallel_size={tp}", "--tp", 3 - tp]
+    options += ["--algo-args", "tis_cap=1.01", "--algo-args", "ratio_mask=0.5,2", "--eval-data", data]
+    launch = [*TORCHRUN, 2, *command(toys, data, tmp_path / "r", *options)[1:]]
     done = run(launch)
     assert "self-test: " in done.stdout and (tp == 1 or not stale.exists())
     for row in rows(tmp_path / "r")[1:]:
@@ -635,32 +755,33 @@ def test_two_processes(tp, toys, data, tmp_path):
         assert row["sync/calls"] == 1
 
 
-def test_eval_with_either_engine(toys, data, tmp_path):
-    """The third: one engine of both processes."""
+def test_eval_gives_the_same_result_with_every_engine(toys, data, tmp_path):
+    """Both engines give the same results, also with one vLLM engine for two processes (tensor parallel)."""
     results = []
-    more = ["--baseline", toys["qwen2_5_vl"], "--max-new-tokens", 8, "--reward", f"{data.parent}/letters.py:score"]
-    more += ["--ablate", "shuffled", "none"]
+    options = ["--baseline", toys["qwen2_5_vl"], "--max-new-tokens", 8, "--reward", f"{data.parent}/letters.py:score"]
+    options += ["--ablate", "shuffled", "none"]
     for name, engine in {"hf": ["hf"], "vllm": ["vllm"], "tp": ["vllm", "--vllm", "tensor_parallel_size=2"]}.items():
-        given = ["eval.py", toys["qwen2_5_vl"], "--data", data, "--out", tmp_path / name, *more, "--rollout", *engine]
-        run([*([*TORCHRUN, 2] if name == "tp" else [sys.executable]), *given])
+        args = ["eval.py", toys["qwen2_5_vl"], "--data", data, "--out", tmp_path / name, *options, "--rollout", *engine]
+        run([*([*TORCHRUN, 2] if name == "tp" else [sys.executable]), *args])
         results.append(json.loads((tmp_path / name / "eval.json").read_text()))
         assert results[-1].pop("settings")["rollout"] == engine[0]
     assert results[0] == results[1] == results[2] and results[0]["reward"] > 0
 
 
 def test_a_baseline_of_the_same_architecture_gets_the_same_engine(toys, data, tmp_path):
-    """On a GPU a process holds only one engine. It must get all of the baseline's weights."""
+    """On a GPU a process has only one engine. It must receive all of the baseline's weights."""
     demo.make_model(tmp_path / "other", "qwen2_5_vl", seed=1, hidden=128, layers=2, vocab=448)
     assert evaluate.architecture(str(tmp_path / "other")) == evaluate.architecture(str(toys["qwen2_5_vl"]))
     assert evaluate.architecture(str(tmp_path / "other")) != evaluate.architecture(str(toys["qwen2_vl"]))
-    more = ["--baseline", tmp_path / "other", "--max-new-tokens", 8, "--reward", f"{data.parent}/letters.py:score"]
+    options = ["--baseline", tmp_path / "other", "--max-new-tokens", 8, "--reward", f"{data.parent}/letters.py:score"]
     code = "import sys, runpy; sys.argv = sys.argv[1:]; import engines.vllm as v; start = v.start_llm; "
     code += "v.start_llm = lambda *a: (print('an engine starts'), start(*a))[1]; "
     code += "runpy.run_path('eval.py', run_name='__main__')"
     results = []
     for engine in ("hf", "vllm"):
-        given = ["eval.py", toys["qwen2_5_vl"], "--data", data, "--out", tmp_path / engine, "--rollout", engine, *more]
-        done = run([sys.executable, "-c", code, *given])
+        args = ["eval.py", toys["qwen2_5_vl"], "--data", data, "--out", tmp_path / engine, "--rollout", engine,
+                *options]  # fmt: skip
+        done = run([sys.executable, "-c", code, *args])
         assert done.stdout.count("an engine starts") == (engine == "vllm")
         results.append(json.loads((tmp_path / engine / "eval.json").read_text()))
         assert results[-1].pop("settings")["rollout"] == engine
@@ -670,33 +791,34 @@ def test_a_baseline_of_the_same_architecture_gets_the_same_engine(toys, data, tm
 LORA = ["--lora-rank", 4, "--lora-alpha", 32]
 
 
-@pytest.mark.parametrize("family,more", [("qwen2_5_vl", []), ("qwen2_5_vl", LORA), ("qwen3_vl_moe", [])])
-def test_exported_runs_generate(family, more, toys, data, mixed, tmp_path):
-    """A run, with adapters or without, whose weights reach the engine, and whose export opens in it."""
-    run(command(toys, data, tmp_path / "r", "--steps", 2, "--lr", "3e-2", *more, family=family))
+@pytest.mark.parametrize("family,options", [("qwen2_5_vl", []), ("qwen2_5_vl", LORA), ("qwen3_vl_moe", [])])
+def test_exported_runs_generate(family, options, toys, data, mixed, tmp_path):
+    """Weights of a run, with or without adapters, reach the engine. The exported run generates the same in a new engine
+    as in HFEngine."""
+    run(command(toys, data, tmp_path / "r", "--steps", 2, "--lr", "3e-2", *options, family=family))
     assert all(row["mismatch/max_abs_logprob_diff"] <= 1e-5 for row in rows(tmp_path / "r"))
     run([sys.executable, "merge_lora.py", tmp_path / "r", "--out", tmp_path / "hf"])
     hf, processor = M.load_hf(str(tmp_path / "hf")).eval(), M.Processor(str(tmp_path / "hf"))
     engine, prompts, greedy = start(tmp_path / "hf"), make_prompts(mixed, processor), SamplingParams(10, 0.0)
-    want = HFEngine(hf, processor, CPU).generate(prompts, 1, greedy)
-    assert_same(engine.generate(prompts, 1, greedy), want)
+    expected = HFEngine(hf, processor, CPU).generate(prompts, 1, greedy)
+    assert_same(engine.generate(prompts, 1, greedy), expected)
     before = HFEngine(M.load_hf(str(toys[family])), processor, CPU).generate(prompts, 1, greedy)
-    assert ids(want) != ids(before)
+    assert ids(expected) != ids(before)
     engine.load_weights(named(hf))
-    assert_same(engine.generate(prompts, 1, greedy), want)
+    assert_same(engine.generate(prompts, 1, greedy), expected)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_episodes_are_turn_by_turn_forwards(family, toys):
-    """A turn's request is all that was said before, to the last token; what it has in common is in vLLM's caches."""
+def test_episodes_equal_turn_by_turn_forwards(family, toys):
+    """Each turn's request repeats all earlier tokens exactly, so that vLLM's caches hold the common prefix."""
     limits = {"max_model_len": 700, "limit_mm_per_prompt": {"image": {"count": 9, "width": 224, "height": 224}}}
     engine, hf = start(toys[family], **limits, max_num_batched_tokens=1024), M.load_hf(str(toys[family])).eval()
     engine.load_weights(named(hf))
     compare_with_turn_by_turn({family: (hf, M.Processor(str(toys[family])))}, family, engine)
 
 
-def test_episodes_of_recurrent_layers_agree_as_far_as_16_bits_go(toys):
-    """Which vLLM's build for CPUs computes in bfloat16 only."""
+def test_episodes_of_recurrent_layers_are_as_close_as_bfloat16_allows(toys):
+    """vLLM's CPU build computes recurrent layers only in bfloat16."""
     family = "qwen3_5"
     limits = {"max_model_len": 700, "limit_mm_per_prompt": {"image": {"count": 9, "width": 224, "height": 224}}}
     engine = start(toys[family], dtype=torch.bfloat16, **limits, max_num_batched_tokens=1024)

@@ -1,4 +1,4 @@
-"""What vLLM in this process is asked and given, without vLLM.   pytest tests/test_vllm_requests.py"""
+"""Tests of requests to vLLM in this process and of its settings, without vLLM.   pytest tests/test_vllm_requests.py"""
 
 import importlib.util
 import itertools
@@ -23,8 +23,8 @@ from rollout import Rollout, SamplingParams, make_prompts
 
 
 class TwoProcesses:
-    """vLLM, and all_gather_object, as one of two processes that share a model sees them: the other's rollouts are there
-    too, and one response after the other is finished, the newest request first."""
+    """A fake of vLLM and of all_gather_object, as seen by one of two processes that share a model. It also has the
+    other process's rollouts, and finishes one response at a time, the newest request first."""
 
     def __init__(self, rank, others, processor):
         self.rank = rank
@@ -55,8 +55,8 @@ class TwoProcesses:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_of_processes_that_share_a_model_each_hands_over_its_own(rank, loaded, picture, monkeypatch):
-    """Requests are those of both, the first process's first; two prompts are its."""
+def test_processes_that_share_a_model_each_return_their_own_rollouts(rank, loaded, picture, monkeypatch):
+    """The requests of both are queued, the first process's first. The first process has two of the three prompts."""
     _, processor = loaded["qwen2_5_vl"]
     square = picture(84, 84, 1)
     rows = [("one", "<image>What?", [square]), ("none", "Tell me.", []), ("two", "Is <image> <image>?", [square] * 2)]
@@ -66,11 +66,11 @@ def test_of_processes_that_share_a_model_each_hands_over_its_own(rank, loaded, p
     fake = TwoProcesses(rank, theirs, processor)
     fake.image = processor.image_token_id
     engine = object.__new__(VLLMEngine)
-    more = {"tp": 2, "tp_group": None, "tp_rank": rank, "max_model_len": 10**6, "sleep_level": 0,
+    attributes = {"tp": 2, "tp_group": None, "tp_rank": rank, "max_model_len": 10**6, "sleep_level": 0,
             "has_all_weights": True}
-    vars(engine).update(processor=processor, llm=fake, **more)
+    vars(engine).update(processor=processor, llm=fake, **attributes)
     monkeypatch.setattr(engine, "wake", lambda: None)
-    monkeypatch.setattr(engine, "_add_requests", partial(begin_without_vllm, engine))
+    monkeypatch.setattr(engine, "_add_requests", partial(add_requests_without_vllm, engine))
     monkeypatch.setattr(engines.vllm.dist, "all_gather_object", fake.gather)
     handed = []
     rollouts = engine.generate(mine, 2, SamplingParams(4), handed.append)
@@ -80,15 +80,15 @@ def test_of_processes_that_share_a_model_each_hands_over_its_own(rank, loaded, p
     assert places(rollouts) == list(itertools.product([p.uid for p in mine], range(2)))
 
 
-def begin_without_vllm(engine, wanted, sampling):
-    requests = [{"prompt_token_ids": ids} for *_, ids, _ in wanted]
+def add_requests_without_vllm(engine, wanted, sampling):
+    requests = [{"prompt_token_ids": ids} for *_, ids, _, _ in wanted]
     names = engine.llm.enqueue(requests, requests, use_tqdm=False) if requests else []
     return [name.partition("-")[0] for name in names]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_names_that_vllm_is_to_be_sent_are_the_models(family, loaded, toys):
-    """Made from the config alone, and those that the trainer's own model has: tied weights once, adapters never."""
+def test_parameter_names_for_vllm_are_the_models(family, loaded, toys):
+    """Names made from the config alone equal those of the trainer's model: tied weights once, adapters never."""
     names = {name for name, _ in loaded[family][0].named_parameters()}
     assert parameter_names(M.load_config(str(toys[family]))) == names
 
@@ -99,33 +99,33 @@ def test_names_that_vllm_is_to_be_sent_are_the_models(family, loaded, toys):
     ("seed=3", "vllm", "--vllm seed=3: "),
     ("max_model_len=3", "vllm", "--vllm max_model_len=3: "),
 ])
-def test_vllm_settings_that_cannot_be_are_refused(pair, engine, match):
+def test_invalid_vllm_settings_are_refused(pair, engine, match):
     with pytest.raises(UserError, match=match):
         vllm_settings([pair], engine, world=1)
     assert vllm_settings((), engine, world=1) == {}
 
 
-def test_settings_of_servers_need_no_vllm_here(monkeypatch):
-    """engines.serve --print, and a trainer whose servers are elsewhere."""
+def test_settings_of_servers_do_not_need_vllm_here(monkeypatch):
+    """This holds for engines.serve --print and for a trainer whose servers are elsewhere."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert vllm_settings(["max_num_seqs=4", "x=y"], "server", world=1) == {"max_num_seqs": 4, "x": "y"}
 
 
-def test_vllm_where_it_is_not_installed_is_one_line_before_anything_is_loaded(monkeypatch):
-    def find(found):
+def test_missing_vllm_is_reported_in_one_line_before_anything_loads(monkeypatch):
+    def patch_find_spec(spec):
         original = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: found if name == "vllm" else original(name))
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: spec if name == "vllm" else original(name))
 
-    find(None)
-    monkeypatch.setattr(train, "load_config", None)  # would fail if it came to that
-    told = "--rollout vllm: vLLM is not installed here; pip install -r requirements-gpu.txt"
+    patch_find_spec(None)
+    monkeypatch.setattr(train, "load_config", None)  # calling it would fail
+    message = "--rollout vllm: vLLM is not installed here; pip install -r requirements-gpu.txt"
     try:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             train.main(train.parse_args("--model m --data d --out o --steps 1 --rollout vllm".split()))
     finally:
         torch.distributed.destroy_process_group()
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert launch.resolve_engine("auto", cuda) == launch.resolve_engine("auto", cpu) == "hf"
-    find(object())
+    patch_find_spec(object())
     assert launch.resolve_engine("auto", cuda) == "vllm"
     assert launch.resolve_engine("auto", cpu) == "hf"

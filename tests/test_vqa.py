@@ -1,12 +1,12 @@
-"""Tests of tasks/vqa.py: its grader, and reading rows.
+"""Tests of tasks/vqa.py: its grader, and the conversion of rows.
 
 data/vqa_cases.jsonl holds 950 answers to ordinary questions, written down before the grader was tried on them; a third
-are wrong: hedges, several answers, negations, contradictions, more or less than was asked. Of its last 672 cases the
-grader had 98.0% right at once (456), and of those that attack sentences 94.0% (216, of which 2 are left out: the grader
-takes `5 cats` as a number of cats and dogs, and refuses `The letter A`).
+are wrong: hedges, several answers, negations, contradictions, more or less than was asked. On the first try the grader
+was right on 98.0% of 456 of the last 672 cases, and on 94.0% of the other 216, which attack sentences (2 of these are
+left out: the grader takes `5 cats` as a number of cats and dogs, and refuses `The letter A`).
 
 data/vqa_reference.jsonl holds 1,000 texts, each with the normal form that the evaluation code of VQA v2 gives it:
-`processPunctuation`, then `processDigitArticle`, of github.com/GT-Vision-Lab/VQA as salesforce-lavis 1.0.2 has them.
+`processPunctuation`, then `processDigitArticle`, of github.com/GT-Vision-Lab/VQA as in salesforce-lavis 1.0.2.
 """
 
 import gc
@@ -44,8 +44,8 @@ def accuracy(response: str, truth: str, question: str = HOW_MANY, **extra) -> fl
     return grade(response, example(truth, question, **extra))["accuracy"]
 
 
-def cases(table: str) -> list[tuple[str, str]]:
-    """Lines of answers, then `| truth`."""
+def parse_cases(table: str) -> list[tuple[str, str]]:
+    """Return (answer, truth) pairs from lines of answers, separated by ` ; ` and followed by `| truth`."""
     lines = [line.rsplit("|", 1) for line in table.strip().splitlines()]
     return [(answer.strip(), truth.strip()) for answers, truth in lines for answer in answers.split(" ; ")]
 
@@ -198,8 +198,8 @@ A dog ; B. dog ; A. dog ; red dog ; A. a dog | A
 }
 
 
-def flat(tables: dict[str, str]) -> list[tuple[str, str, str]]:
-    return [(answer, truth, question) for question, table in tables.items() for answer, truth in cases(table)]
+def flatten(tables: dict[str, str]) -> list[tuple[str, str, str]]:
+    return [(answer, truth, question) for question, table in tables.items() for answer, truth in parse_cases(table)]
 
 
 def kind(question: str) -> str:
@@ -207,13 +207,13 @@ def kind(question: str) -> str:
     return kinds.get(question, "open")
 
 
-@pytest.mark.parametrize("answer, truth, question", flat(RIGHT))
+@pytest.mark.parametrize("answer, truth, question", flatten(RIGHT))
 def test_right(answer, truth, question):
     for response in (answer, f"\\boxed{{{answer}}}", f"<think>4 or \\boxed{{5}}</think>\n{answer}", f" {answer}\n"):
         assert accuracy(response, truth, question, answer_type=kind(question)) == 1.0, response
 
 
-@pytest.mark.parametrize("answer, truth, question", flat(WRONG))
+@pytest.mark.parametrize("answer, truth, question", flatten(WRONG))
 def test_wrong(answer, truth, question):
     for response in (answer, f"\\boxed{{{answer}}}", f"<think>{truth}</think> {answer}"):
         assert accuracy(response, truth, question, answer_type=kind(question)) == 0.0, response
@@ -230,7 +230,7 @@ def test_ordinary_answers():
     assert not wrong
 
 
-# Numbers in words with their values, and what is no number.
+# Numbers in words with their values; None marks texts that are not a number.
 NUMBERS = {
     "two thousand": 2000, "two thousand five hundred": 2500, "twenty-five hundred": 2500, "2 thousand": 2000,
     "one million two hundred thousand": 1_200_000, "nine hundred ninety nine thousand and one": 999_001,
@@ -246,10 +246,10 @@ def test_values_of_number_words(text, value):
     assert vqa.quantity(text) == (None if value is None else (value, ""))
 
 
-@pytest.mark.parametrize("said", ["2 oclock", "2 o'clock", "two o clock", "2:00", "Two O’Clock"])
-def test_times_on_the_hour(said):
+@pytest.mark.parametrize("answer", ["2 oclock", "2 o'clock", "two o clock", "2:00", "Two O’Clock"])
+def test_times_on_the_hour(answer):
     for truth in ("2 oclock", "2 o'clock", "2:00"):
-        assert accuracy(said, truth, "What time is it?") == 1.0
+        assert accuracy(answer, truth, "What time is it?") == 1.0
         assert accuracy("3 oclock", truth, "What time is it?") == 0.0
 
 
@@ -257,14 +257,14 @@ def test_a_truth_of_many_decimals_is_a_number():
     assert accuracy("0.1234567890123456780", "0.12345678901234567800", "How much?") == 1.0
 
 
-def test_approximations_are_no_count_but_a_measure():
+def test_an_approximation_answers_a_measurement_but_not_a_count():
     assert accuracy("approximately 3", "3") == accuracy("about 3", "3", answer_type="counting") == 0.0
     assert accuracy("approximately 3 meters", "3 m", "How long is it?") == 1.0
     assert accuracy("approximately 4 meters", "3 m", "How long is it?") == 0.0
 
 
 @pytest.mark.parametrize("truth, question", [("3", HOW_MANY), ("yes", IS_THERE), ("red", COLOUR), ("B", WHICH)])
-def test_no_answer_is_wrong(truth, question):
+def test_a_missing_answer_is_wrong(truth, question):
     nothing = ["", " ", ".", "\\boxed{}", "\\boxed{ }", "\\boxed{\\text{}}"]
     nothing += [f"<think>{truth}", f"<think>\\boxed{{{truth}}}"]
     nothing += [f"\\boxed{{{truth}", f"\\boxed{truth}", f"{truth} </think>", question, f"{question} {truth} or not"]
@@ -275,7 +275,7 @@ def test_no_answer_is_wrong(truth, question):
 
 def test_a_plain_answer_that_was_cut_off_is_wrong():
     row = example("3")
-    assert grade("3", row, finish_reason="length")["accuracy"] == 0.0  # 3, 35 or 3 of them
+    assert grade("3", row, finish_reason="length")["accuracy"] == 0.0  # the full answer may have been 35
     assert grade("\\boxed{3}", row, finish_reason="length")["accuracy"] == 1.0
 
 
@@ -291,7 +291,7 @@ def test_format():
 
 @pytest.mark.parametrize("n, score", [(0, 0), (1, 1 / 3), (2, 2 / 3), (3, 1), (4, 1), (10, 1)])
 def test_soft_accuracy(n, score):
-    """min(n / 3, 1), as the paper of VQA has it (Antol et al. 2015)."""
+    """If n of ten people gave the answer, it gets min(n / 3, 1), as in the VQA paper (Antol et al. 2015)."""
     answers = ["grey", "Gray", "the grey"] * 4
     truth = json.dumps(answers[:n] + ["black"] * (10 - n))
     assert accuracy("gray", truth, COLOUR) == pytest.approx(score)
@@ -302,7 +302,7 @@ def test_few_references():
     assert accuracy("sofa", '["sofa"]', COLOUR) == 1.0
     assert accuracy("sofa", '["sofa", "chair"]', COLOUR) == 0.5
     assert accuracy("3", '[3, "three", "4", ""]') == pytest.approx(2 / 3)
-    assert accuracy("a", "[a, b]", COLOUR) == 0.0  # no JSON: the text itself
+    assert accuracy("a", "[a, b]", COLOUR) == 0.0  # not JSON, so the text itself is the truth
     with pytest.raises(UserError, match="does not earn full marks"):
         check_tasks([example('["", "."]')])
 
@@ -318,7 +318,7 @@ def test_tolerance(answer, tolerance, right):
 
 
 @pytest.mark.parametrize("tolerance", ["some", "-1", "nan", "inf", "%", [1]])
-def test_a_tolerance_that_is_none_is_refused(tolerance):
+def test_an_invalid_tolerance_is_refused(tolerance):
     with pytest.raises(UserError, match="row 'row-7': tolerance is .*; write a number such as 0.5, or a share"):
         accuracy("3", "3", tolerance=tolerance)
 
@@ -339,7 +339,7 @@ def test_formulas_are_compared_as_written():
     + [("pH < 7", "pH > 7"), ("Fe2", "Fe2+"), ("A-", "A"), ("A+", "A"), ("-x", "x"), ("C++", "C"), ("Na+", "Na")]
     + [("34", "3,4"), ("1234", "12,34"), ("[3, 4)", "3, 4"), ("(3,4)", "3 and 4")],
 )
-def test_signs_say_something(answer, truth):
+def test_signs_distinguish_answers(answer, truth):
     for text in (answer, truth):
         assert accuracy(text, text, "Which is it?") == 1.0
     assert accuracy(answer, truth, "Which is it?") == accuracy(truth, answer, "Which is it?") == 0.0
@@ -353,10 +353,10 @@ def test_hyphens_dashes_and_lists_of_numbers_are_still_read():
 
 
 def test_half_past_midnight_is_not_noon():
-    asked = "What time is it?"
-    assert accuracy("12:30 am", "0:30", asked) == accuracy("00:30", "0:30", asked) == 1.0
-    assert accuracy("12:30 pm", "0:30", asked) == accuracy("12:30 pm", "00:30", asked) == 0.0
-    assert accuracy("0", "midnight", asked) == accuracy("no", "midnight", asked) == 0.0
+    question = "What time is it?"
+    assert accuracy("12:30 am", "0:30", question) == accuracy("00:30", "0:30", question) == 1.0
+    assert accuracy("12:30 pm", "0:30", question) == accuracy("12:30 pm", "00:30", question) == 0.0
+    assert accuracy("0", "midnight", question) == accuracy("no", "midnight", question) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -373,22 +373,22 @@ def test_choices_that_differ_by_a_sign(choices):
 
 
 def test_two_forms_of_an_answer_are_each_right(tmp_path):
-    (found,) = written(tmp_path, [{"question": "How long?", "answer": "['24/7', '3.429']"}])
-    assert [grade(a, found)["accuracy"] for a in ("24/7", "3.429", "7/24")] == [1.0, 1.0, 0.0]
+    (row,) = convert_rows(tmp_path, [{"question": "How long?", "answer": "['24/7', '3.429']"}])
+    assert [grade(a, row)["accuracy"] for a in ("24/7", "3.429", "7/24")] == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("truth", ["nan", "NULL", '{"answer": 3}', '["nan", "null"]'])
-def test_truths_that_say_nothing_are_refused(truth):
+def test_empty_truths_are_refused(truth):
     with pytest.raises(UserError, match="the ground_truth .*it holds no answer"):
         check_tasks([example(truth)])
 
 
 @pytest.mark.parametrize("answer", ["(B)", "B. x-1", "Option B", "x-1"])
-def test_a_choice_is_named_as_answers_name_it(answer):
+def test_a_choice_is_recognised_by_letter_or_text(answer):
     assert vqa.choice_letter(answer, ["x+1", "x-1"]) == "B"
 
 
-def test_choices_of_a_column_or_of_the_question():
+def test_choices_come_from_a_column_or_from_the_question():
     given = {"choices": ["red", "blue"], "answer_type": "other"}
     for response in ("B", "blue", "B. blue", "the answer is B"):
         assert accuracy(response, "B", "Which?", **given) == accuracy(response, "blue", "Which?", **given) == 1.0
@@ -406,13 +406,13 @@ JOINS = [", ", " or ", " and ", "/", "; ", " - ", " | ", ". ", "? ", " & ", "\n"
 JOINS += [",", "! ", " + "]
 
 
-def test_two_answers_never_pay():
-    """Whatever is asked: joined by a sign or a word, two are wrong; run together, they are right for one at most."""
+def test_two_answers_never_earn_a_reward():
+    """Two answers joined by a sign or a word are wrong; run together, they are right for at most one truth."""
     rng = random.Random(0)
     for _ in range(10_000):
         first, second = rng.sample(OPTIONS, 2)
-        asked = ["Is it {} or {}?", "Which, {}/{}?", "What is it?", "What {} is it?", "Is the {} {}?"]
-        question = rng.choice(asked).format(*rng.sample([first, second], 2))
+        templates = ["Is it {} or {}?", "Which, {}/{}?", "What is it?", "What {} is it?", "Is the {} {}?"]
+        question = rng.choice(templates).format(*rng.sample([first, second], 2))
         join = rng.choice([*JOINS, " ", " is ", " are ", " but "])
         lead = rng.choice(["", "it is ", "the ", "The answer is ", "a ", "both "])
         response = rng.choice(["{}", "\\boxed{{{}}}"]).format(f"{lead}{first}{join}{second}")
@@ -420,33 +420,33 @@ def test_two_answers_never_pay():
         assert earned <= (join not in JOINS), (question, response)
 
 
-# --- against VQA's own code, and against anything -----------------------------------------------------------------
+# --- against VQA's own code, and random texts --------------------------------------------------------------------
 
 
-def test_texts_are_equal_as_in_vqas_evaluation():
+def test_texts_are_equal_if_they_are_in_vqas_evaluation():
     rows = [json.loads(line) for line in (Path(__file__).parent / "data/vqa_reference.jsonl").read_text().splitlines()]
     ours, theirs = defaultdict(set), defaultdict(set)
     for text, form in rows:
-        found = vqa.normalize_text(vqa.clean(text))
-        theirs[form].add(found)
-        ours[found].add(form.replace("'", ""))  # it lacks the apostrophes of `Im` and `Ive`, by upper case
+        our_form = vqa.normalize_text(vqa.clean(text))
+        theirs[form].add(our_form)
+        ours[our_form].add(form.replace("'", ""))  # its table has `Im` and `Ive` in upper case only, which never match
     assert len(rows) == 1000 and len(theirs) > 500
-    assert {form: found for form, found in theirs.items() if len(found) > 1 and form} == {}
-    assert {found: forms for found, forms in ours.items() if len(forms) > 1} == {}
+    assert {form: our_forms for form, our_forms in theirs.items() if len(our_forms) > 1 and form} == {}
+    assert {our_form: forms for our_form, forms in ours.items() if len(forms) > 1} == {}
 
 
-def spelled(n: int) -> str:
-    """0 to 999 in words, as `one hundred five`."""
+def spell(n: int) -> str:
+    """Return a number from 0 to 999 in words, such as `one hundred five`."""
     ones = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
     ones = [*ones.split(), "seventeen", "eighteen", "nineteen"]
     tens = "twenty thirty forty fifty sixty seventy eighty ninety".split()
     if n < 100:
         return ones[n] if n < 20 else f"{tens[n // 10 - 2]} {ones[n % 10]}".removesuffix(" zero")
-    return f"{ones[n // 100]} hundred {spelled(n % 100)}".removesuffix(" zero")
+    return f"{ones[n // 100]} hundred {spell(n % 100)}".removesuffix(" zero")
 
 
 def test_numbers_in_words():
-    words = [spelled(n) for n in range(1000)]
+    words = [spell(n) for n in range(1000)]
     assert words[:3] + words[19:22] == ["zero", "one", "two", "nineteen", "twenty", "twenty one"]
     assert words[100] == "one hundred" and words[999] == "nine hundred ninety nine" and len(set(words)) == 1000
     for n, text in enumerate(words):
@@ -459,7 +459,7 @@ ALPHABETS += ["٣３²½Ⅲ\u200b\u202e\x00é’−😀ﷺ"]
 WORDS = "yes no three or and the is 3 dogs B (B) \\boxed{ } <think> </think> red blue not <|im_end|> \n".split(" ")
 
 
-def fuzzed(n: int, seed: int):
+def random_texts(n: int, seed: int):
     rng = random.Random(seed)
     for i in range(n):
         if i % 2:
@@ -473,7 +473,7 @@ def test_ten_thousand_strings():
     rows = [example("3"), example("yes", IS_THERE), example("red", COLOUR), example(soft, COLOUR)]
     rows += [example("B", WHICH, answer_type="multiple choice")]
     start = time.process_time()
-    for i, text in enumerate(fuzzed(10_000, 0)):
+    for i, text in enumerate(random_texts(10_000, 0)):
         rewards = grade(text, rows[i % 5], finish_reason="stop" if i % 3 else "length")
         assert 0.0 <= rewards["accuracy"] <= 1.0
     assert (time.process_time() - start) / 10_000 < 0.001
@@ -487,15 +487,15 @@ HOSTILE += ["\\boxed{" + "a" * 900 + "}" + "\\boxed{" * 14_000 + "}" * 14_000, "
 
 
 @pytest.fixture
-def no_collection():
-    """Switch garbage collection off: over what all earlier tests have left, it takes longer than a limit of time."""
+def no_garbage_collection():
+    """Switch off garbage collection: with the objects of all earlier tests it would exceed the time limit."""
     gc.disable()
     yield
     gc.enable()
 
 
 @pytest.mark.parametrize("response", HOSTILE, ids=lambda text: text[:20])
-def test_hostile_responses_take_no_time(response, no_collection):
+def test_hostile_responses_take_no_time(response, no_garbage_collection):
     for row in (example("3"), example("yes", IS_THERE), example("B", WHICH, answer_type="multiple choice")):
         start = time.process_time()
         accuracy = grade(response, row)["accuracy"]
@@ -503,15 +503,15 @@ def test_hostile_responses_take_no_time(response, no_collection):
         assert time.process_time() - start < 0.5
 
 
-# --- reading rows -------------------------------------------------------------------------------------------------
+# --- converting rows ----------------------------------------------------------------------------------------------
 
 
 def run(*argv) -> None:
     main(parse_args([str(a) for a in argv]))
 
 
-def written(folder: Path, rows: list[dict], *flags) -> list:
-    """Rows, as a jsonl file, through prepare_data.py."""
+def convert_rows(folder: Path, rows: list[dict], *flags) -> list:
+    """Write rows to a jsonl file, convert it with prepare_data.py and return the examples."""
     Image.new("RGB", (30, 30)).save(folder / "a.png")
     lines = [json.dumps({"image": "a.png"} | row) for row in rows]
     (folder / "qa.jsonl").write_text("\n".join(lines) + "\n")
@@ -519,7 +519,7 @@ def written(folder: Path, rows: list[dict], *flags) -> list:
     return read_examples(folder / "qa.parquet", DataFormatConfig())[0]
 
 
-def test_rows_are_read_as_they_are(tmp_path):
+def test_rows_are_converted(tmp_path):
     people = [{"answer": "red", "answer_id": 1}, {"answer": "dark red", "answer_id": 2}]
     rows = [
         {"question": "How many?", "answer": 3, "type": "counting"},
@@ -529,15 +529,15 @@ def test_rows_are_read_as_they_are(tmp_path):
         {"question": "Is it red?", "answer": True, "type": "existence", "answer_type": "yes/no"},
         {"question": "How warm?", "answer": "20", "tolerance": "5%"},
     ]
-    found = written(tmp_path, rows)
-    assert [e.ground_truth for e in found] == ["3", '["red", "dark red"]', "B", "A", "true", "20"]
+    examples = convert_rows(tmp_path, rows)
+    assert [e.ground_truth for e in examples] == ["3", '["red", "dark red"]', "B", "A", "true", "20"]
     types = ["counting", "attribute", "multiple choice", "multiple choice", "yes/no", None]
-    assert [e.extra.get("answer_type") for e in found] == types and {e.data_source for e in found} == {"vqa"}
-    assert found[0].messages[0]["content"] == f"<image>How many? {vqa.INSTRUCTION}"
-    assert found[2].messages[0]["content"] == f"<image>Which?\nA. red\nB. blue\n{vqa.INSTRUCTION}"
-    assert check_tasks(found) == {"vqa": 6}
+    assert [e.extra.get("answer_type") for e in examples] == types and {e.data_source for e in examples} == {"vqa"}
+    assert examples[0].messages[0]["content"] == f"<image>How many? {vqa.INSTRUCTION}"
+    assert examples[2].messages[0]["content"] == f"<image>Which?\nA. red\nB. blue\n{vqa.INSTRUCTION}"
+    assert check_tasks(examples) == {"vqa": 6}
     answers = ["three", "red", "blue", "(A)", "yes", "21"]
-    scores = [grade(answer, e)["accuracy"] for answer, e in zip(answers, found, strict=True)]
+    scores = [grade(answer, e)["accuracy"] for answer, e in zip(answers, examples, strict=True)]
     assert scores == [1.0, 0.5, 1.0, 1.0, 1.0, 1.0]
 
 
@@ -566,9 +566,9 @@ def test_csv_and_parquet(tmp_path):
         ({"answer": ""}, "no ground truth"),
     ],
 )
-def test_rows_that_say_nothing_clear_are_refused(tmp_path, row, reason):
+def test_ambiguous_rows_are_refused(tmp_path, row, reason):
     with pytest.raises(UserError) as error:
-        written(tmp_path, [{"question": "Which?"} | row])
+        convert_rows(tmp_path, [{"question": "Which?"} | row])
     assert reason in str(error.value) and "qa.jsonl line 1" in str(error.value)
 
 
@@ -580,7 +580,7 @@ def test_toy(tmp_path):
     assert train == list(vqa.toy(200, "train", 0)) and train[:50] == list(vqa.toy(50, "train", 0))
     assert train != list(vqa.toy(200, "train", 1))
     images = [{row["image"][0]["bytes"] for row in rows} for rows in (train, test)]
-    assert [len(of) for of in images] == [200, 200] and not images[0] & images[1]
+    assert [len(split) for split in images] == [200, 200] and not images[0] & images[1]
     assert [row["extra_info"]["answer_type"] for row in train[:5]] == list(vqa.TOY_TYPES)
     assert Image.open(io.BytesIO(train[0]["image"][0]["bytes"])).size == (84, 84)
     for kind in vqa.TOY_TYPES:  # no answer is right most of the time
@@ -592,19 +592,19 @@ def test_toy(tmp_path):
 
 def test_toy_file(tmp_path):
     run("vqa", "--toy", "--n", 20, "--out", tmp_path / "vqa.parquet")
-    found, _ = read_examples(tmp_path / "vqa.parquet", DataFormatConfig())
-    assert check_tasks(found) == {"vqa": 20} and found[0].uid == "vqa-train-0-0"
-    assert all(grade(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in found)
-    assert {e.extra["answer_type"] for e in found} == set(vqa.TOY_TYPES)
-    assert vqa.choices_in(found[4].messages[0]["content"])
+    examples, _ = read_examples(tmp_path / "vqa.parquet", DataFormatConfig())
+    assert check_tasks(examples) == {"vqa": 20} and examples[0].uid == "vqa-train-0-0"
+    assert all(grade(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in examples)
+    assert {e.extra["answer_type"] for e in examples} == set(vqa.TOY_TYPES)
+    assert vqa.choices_in(examples[4].messages[0]["content"])
 
 
-def test_the_worked_example(tmp_path):
-    """docs/tasks.md: its rows, and what its table calls right and wrong."""
+def test_the_example_in_the_docs(tmp_path):
+    """The rows of docs/tasks.md convert, and the answers in its table are right and wrong as it says."""
     page = (Path(__file__).parent.parent / "docs" / "tasks.md").read_text()
     text = page.partition("## vqa")[2].partition("\n## ")[0]
     lines = text.split("```")[1].strip().splitlines()
-    count, material, choice = written(tmp_path, list(map(json.loads, lines)))
+    count, material, choice = convert_rows(tmp_path, list(map(json.loads, lines)))
     assert grade("wood", material)["accuracy"] == 1.0 and grade("red", choice)["accuracy"] == 1.0
     rows = {"a number": count, "`yes`": example("yes", IS_THERE), "text": example("gray", "What colour is the car?")}
     rows["a choice"] = example("B", WHICH, choices=["red", "blue"])

@@ -1,4 +1,4 @@
-"""Losses and gradients against TRL's GRPOTrainer on TRL's own batch.   pytest tests/test_vs_trl.py"""
+"""Losses and gradients equal those of TRL's GRPOTrainer on TRL's own batch.   pytest tests/test_vs_trl.py"""
 
 import json
 import os
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory) -> dict[str, dict[str, float]]:
-    """In a process of its own: TRL and accelerate leave traces in whatever process they run in."""
+    """Differences from TRL by case, measured in a separate process because TRL and accelerate change global state."""
     out = tmp_path_factory.mktemp("vs_trl") / "equality.json"
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "benchmarks/vs_trl.py", "--only", "equality", "--json", str(out)]
@@ -28,9 +28,9 @@ def differences(tmp_path_factory) -> dict[str, dict[str, float]]:
 def test_losses_and_gradients_equal_trls(loss, tower, differences):
     d = differences[f"{loss}/{tower}"]
     for name in ("logp", "entropy", "per_token_loss", "loss", "gradient_max", "gradient_relative"):
-        # TRL's losses of a token are read off their gradient in its advantage, so the KL term is not in them
+        # TRL's loss of a token is computed from its gradient with respect to the advantage, so it lacks the KL term
         assert d[name] < 1e-5 or (loss, name) == ("kl", "per_token_loss"), f"{name}: {d[name]}"
-    # and there was something to compare: clipped tokens, several prompts and micro-batches, gradients of some size
+    # the comparison includes clipped tokens, several prompts and micro-batches, and gradients that are not tiny
     assert 0 < d["clipped"] < d["tokens"] or (loss == "sapo" and d["clipped"] == 0)
     assert d["prompts"] == 4 and d["micro_batches"] > 1
     assert d["gradient_norm"] > 0.1 and d["loss_size"] > 1e-4

@@ -1,4 +1,4 @@
-"""Processes that grade: equal results however many there are, and none that hangs, dies or outlives a run matters."""
+"""Reward workers: their number does not change results, hung or dead ones are replaced, and none outlives the run."""
 
 import os
 import random
@@ -80,34 +80,34 @@ def pause(response, example):
 '''
 
 
-def row(n: int, source: str = "mine", truth: str = "3") -> SimpleNamespace:
+def make_row(n: int, source: str = "mine", truth: str = "3") -> SimpleNamespace:
     return SimpleNamespace(data_source=source, ground_truth=truth, extra={"worth": n % 5}, uid=f"row-{n}", images=[])
 
 
-def responses(texts, rows=None, **context):
-    rows = rows or [row(0)]
+def make_responses(texts, rows=None, **context):
+    rows = rows or [make_row(0)]
     context = RewardContext(**context)
     return [make_rollout_stub(rows[i % len(rows)], text, context=context) for i, text in enumerate(texts)]
 
 
 @pytest.fixture
-def make(tmp_path):
-    """make(function, ...) -> a Grader with that function of CODE, or of several `[TASK=]function`."""
+def make_grader(tmp_path):
+    """Return a function that makes a Grader with functions of CODE, each given as `[TASK=]function`."""
     (tmp_path / "mine.py").write_text(CODE)
-    made = []
+    graders = []
 
-    def go(*names, **more):
+    def build(*names, **settings):
         specs = tuple(f"{n.rpartition('=')[0]}{'=' if '=' in n else ''}{tmp_path}/mine.py:{n.rpartition('=')[2]}"
                       for n in names)
-        made.append(Grader(RewardConfig(reward=specs, **more)))
-        return made[-1]
+        graders.append(Grader(RewardConfig(reward=specs, **settings)))
+        return graders[-1]
 
-    yield go
-    for grader in made:
+    yield build
+    for grader in graders:
         grader.close()
 
 
-def kinds(grader):
+def failure_kinds(grader):
     return {i: failure.kind for i, failure in grader.failed.items()}
 
 
@@ -124,34 +124,34 @@ def score(response, example):
 """
 
 
-def test_one_process_that_fails_to_start_waits_for_those_that_are_starting(tmp_path):
+def test_if_a_worker_fails_to_start_calls_wait_for_the_others_to_start(tmp_path):
     (tmp_path / "slow_start.py").write_text(FIRST_FAILS.format(mark=tmp_path / "mark"))
     os.close(os.open(tmp_path / "mark", os.O_CREAT | os.O_EXCL))
     grader = Grader(RewardConfig(reward=(f"{tmp_path}/slow_start.py:score",), reward_workers=3))
-    (tmp_path / "mark").unlink()  # it was loaded here; the next to load it fails
-    results = grader.collect(responses(["x"] * 20, [row(0, "any")]))
+    (tmp_path / "mark").unlink()  # this process has loaded the file; the next one to load it fails
+    results = grader.collect(make_responses(["x"] * 20, [make_row(0, "any")]))
     grader.close()
     assert [r["reward"] for r in results] == [1.0] * 20 and not grader.failed
 
 
-def test_slow_calls_in_a_row_are_spread_over_the_processes(tmp_path):
+def test_consecutive_slow_calls_are_spread_over_the_workers(tmp_path):
     code = "import time\ndef score(response, example):\n    time.sleep(float(response))\n    return 1\n"
     (tmp_path / "slow.py").write_text(code)
     grader = Grader(RewardConfig(reward=(f"{tmp_path}/slow.py:score",), reward_workers=4))
-    grader.collect(responses(["0.1"] * 16, [row(0, "any")]))
+    grader.collect(make_responses(["0.1"] * 16, [make_row(0, "any")]))
     start = time.monotonic()
-    grader.collect(responses(["0.001"] * 16 + ["0.4"] * 16 + ["0.001"] * 32, [row(0, "any")]))
+    grader.collect(make_responses(["0.001"] * 16 + ["0.4"] * 16 + ["0.001"] * 32, [make_row(0, "any")]))
     grader.close()
-    assert time.monotonic() - start < 2.3  # 1.6 if spread ideally, 2.8 if the slow ones go to processes by eights
+    assert time.monotonic() - start < 2.3  # 1.6 s if spread ideally, 2.8 s in chunks of eight
 
 
-# --- the number of processes does not matter ------------------------------------------------------------------------
+# --- the number of workers does not matter --------------------------------------------------------------------------
 
 
 @complete
-def test_results_depend_on_no_number_of_workers_and_no_order(make):
+def test_results_do_not_depend_on_the_number_of_workers_or_the_order(make_grader):
     rng = random.Random(0)
-    rows = [row(n, source, "5\\sqrt{3}") for n, source in enumerate(["mine", "several", "slow", "geo3k"] * 5)]
+    rows = [make_row(n, source, "5\\sqrt{3}") for n, source in enumerate(["mine", "several", "slow", "geo3k"] * 5)]
     texts = ["x" * rng.randrange(40) + rng.choice(["\\boxed{5\\sqrt3}", "\\boxed{8.66}", ""]) for _ in range(120)]
     expected = []
     for i, text in enumerate(texts):
@@ -161,12 +161,12 @@ def test_results_depend_on_no_number_of_workers_and_no_order(make):
         batch, slow = {"reward": n + worth + 4 + (i % 2)}, {"length": n, "reward": 4 + worth}
         expected.append([{"length": n, "reward": n % 7 + worth}, batch, slow, graded][i % 4])
     for count in (0, 1, 3):
-        grader = make("mine=plain", "several=batch", "slow=waits", reward_workers=count)
+        grader = make_grader("mine=plain", "several=batch", "slow=waits", reward_workers=count)
         assert grader.check_examples(rows) == {"mine": 5, "several": 5, "slow": 5, "geo3k": 5}
         grader.dry_run()
         assert not grader.counts
         for how in ("in order", "shuffled", "half", "none"):
-            rollouts = responses(texts, rows, step=4)
+            rollouts = make_responses(texts, rows, step=4)
             for i, r in enumerate(rollouts):
                 r.finish_reason = "length" if i % 2 else "stop"
             early = rollouts[: {"half": 60, "none": 0}.get(how, 120)]
@@ -176,17 +176,19 @@ def test_results_depend_on_no_number_of_workers_and_no_order(make):
             assert grader.collect(rollouts) == expected, (count, how)
         boxes = sum("boxed" in text for text in texts[3::4])
         assert grader.counts == {"graded": 4 * boxes, "no_box": 4 * (30 - boxes)}
-        for e, source in enumerate(["mine", "several"]):  # a round of nothing, and one that is given up
-            grader.submit(responses(["a"], [row(e, source)])[0])
+        for e, source in enumerate(["mine", "several"]):  # submitted and never collected; then an empty batch
+            grader.submit(make_responses(["a"], [make_row(e, source)])[0])
         assert grader.collect([]) == []
 
 
-@pytest.mark.parametrize("size", [0, 1, 2])
-def test_batches_under_way_together_do_not_mix(make, size):
-    """As with --async-steps, where a batch is collected while others, and an evaluation, are being graded."""
-    grader = make("mine=plain", "several=batch", "late=waits", reward_workers=size)
-    rows = [row(e, source) for e in range(5) for source in ("mine", "several", "late")]
-    batches = [responses(["a" * (7 * step + i) for i in range(30)], rows, batch=step, step=step) for step in range(3)]
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_batches_graded_at_the_same_time_do_not_mix(make_grader, count):
+    """With --async-steps a batch is collected while other batches, and an evaluation, are being graded."""
+    grader = make_grader("mine=plain", "several=batch", "late=waits", reward_workers=count)
+    rows = [make_row(e, source) for e in range(5) for source in ("mine", "several", "late")]
+    batches = [
+        make_responses(["a" * (7 * step + i) for i in range(30)], rows, batch=step, step=step) for step in range(3)
+    ]
     for r in chain(*zip(*batches, strict=True)):
         grader.submit(r)
     for step in (1, 0, 2):
@@ -194,35 +196,35 @@ def test_batches_under_way_together_do_not_mix(make, size):
         for i, (result, r) in enumerate(zip(results, batches[step], strict=True)):
             n, worth = len(r.text), r.prompt.example.extra["worth"]
             assert result["reward"] == (n % 7 + worth, n + worth + step, step + worth)[i % 3]
-        grader.collect(responses(["b"], rows, step=9))  # of something else meanwhile
+        grader.collect(make_responses(["b"], rows, step=9))  # another batch meanwhile
     assert not grader.submitted
 
 
 @complete
-@pytest.mark.parametrize("size", [0, 2])
-def test_a_batch_s_counts_are_its_own(make, size):
-    """What is graded meanwhile for another batch, or for an evaluation, is counted where that is collected."""
-    grader = make(reward_workers=size)
-    rows = [row(0, "geo3k")] * 3
-    with_box, without = responses(["\\boxed{a}"] * 3, rows, step=1), responses(["a"] * 3, rows, step=2)
+@pytest.mark.parametrize("count", [0, 2])
+def test_counts_belong_to_the_batch_that_is_collected(make_grader, count):
+    """Responses of another batch or an evaluation that are graded meanwhile count when those are collected."""
+    grader = make_grader(reward_workers=count)
+    rows = [make_row(0, "geo3k")] * 3
+    with_box, without = make_responses(["\\boxed{a}"] * 3, rows, step=1), make_responses(["a"] * 3, rows, step=2)
     for r in without:
         grader.submit(r)
     with grader.preserve_counts():
         grader.collect(with_box)
-        time.sleep(0.5 if size else 0)  # the other batch's calls are answered by now
+        time.sleep(0.5 if count else 0)  # by now the other batch is graded
         assert grader.counts["graded"] == 3 and not grader.counts["no_box"]
     assert not grader.counts
     grader.collect(without)
     assert grader.pop_counts() == {"no_box": 3} and not grader.counts
 
 
-def test_processes_start_late_and_are_light_shared_and_kept(make, capfd):
-    grader = make("about", reward_workers=2)
-    grader.check_examples([row(0)])
+def test_workers_start_with_the_first_call_stay_and_import_little(make_grader, capfd):
+    grader = make_grader("about", reward_workers=2)
+    grader.check_examples([make_row(0)])
     assert not grader.pools
     pids = set()
     for _ in range(3):
-        results = grader.collect(responses([str(i) for i in range(40)]))
+        results = grader.collect(make_responses([str(i) for i in range(40)]))
         assert not any(r["heavy"] for r in results)
         pids |= {r["pid"] for r in results}
     assert 1 <= len(pids) <= 2 and os.getpid() % 100_000 not in pids
@@ -231,10 +233,10 @@ def test_processes_start_late_and_are_light_shared_and_kept(make, capfd):
     assert not pool.processes and not pool.threads and capfd.readouterr().out.count("said by") == 120
 
 
-def test_work_is_shared_and_hidden_behind_what_else_happens(make):
-    grader = make("pause", reward_workers=2)
-    grader.collect(responses(["0"] * 4))  # they have started
-    rollouts = responses(["0.03"] * 60)  # more than one process could do meanwhile: it would take 0.6 s longer
+def test_workers_share_the_calls_and_grade_during_sampling(make_grader):
+    grader = make_grader("pause", reward_workers=2)
+    grader.collect(make_responses(["0"] * 4))  # start the workers
+    rollouts = make_responses(["0.03"] * 60)  # too many for one worker, which would take 0.6 s longer
     for r in rollouts:
         grader.submit(r)
         time.sleep(0.02)  # sampling
@@ -243,116 +245,116 @@ def test_work_is_shared_and_hidden_behind_what_else_happens(make):
     assert time.perf_counter() - start < 0.4 and len(pids) == 2
 
 
-class Counted(SimpleNamespace):
+class CountedExample(SimpleNamespace):
     sent = 0
 
     def __reduce__(self):
-        Counted.sent += 1
+        CountedExample.sent += 1
         return SimpleNamespace, (), self.__dict__
 
 
-def test_an_example_is_sent_once_a_prompt(make):
-    grader = make("plain", reward_workers=1)
-    rows = [Counted(**vars(row(n))) for n in range(3)]
-    for round in (1, 2):
-        assert len(grader.collect(responses(["a"] * 60, rows))) == 60
-        assert Counted.sent == 3 * round
+def test_an_example_is_sent_once_per_batch(make_grader):
+    grader = make_grader("plain", reward_workers=1)
+    rows = [CountedExample(**vars(make_row(n))) for n in range(3)]
+    for batch in (1, 2):
+        assert len(grader.collect(make_responses(["a"] * 60, rows))) == 60
+        assert CountedExample.sent == 3 * batch
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
+# --- failures --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["hang", "sleep"])
-def test_a_call_that_is_late_has_failed_and_the_others_are_asked_again(make, how, capfd):
+def test_a_call_that_times_out_fails_and_the_others_are_retried(make_grader, how, capfd):
     texts = [how if i in (3, 20, 21) else "fine" for i in range(40)]
-    grader = make("bad", reward_workers=2, reward_timeout=1.0)
+    grader = make_grader("bad", reward_workers=2, reward_timeout=1.0)
     start = time.perf_counter()
-    results = grader.collect(responses(texts, [row(n) for n in range(40)], step=7))
+    results = grader.collect(make_responses(texts, [make_row(n) for n in range(40)], step=7))
     assert time.perf_counter() - start < 20
-    assert kinds(grader) == {3: "timeouts", 20: "timeouts", 21: "timeouts"}
+    assert failure_kinds(grader) == {3: "timeouts", 20: "timeouts", 21: "timeouts"}
     assert all((r is None) if i in (3, 20, 21) else (r == {"reward": 1.0}) for i, r in enumerate(results))
     assert grader.counts["reward/timeouts"] == 3 and grader.counts["reward/errors"] == 0
-    told = capfd.readouterr().err
-    assert f"row 'row-3': the reward took longer than --reward-timeout 1 s; for the response '{how}'" in told
-    assert "3 of 40 rewards failed (3 timeout)" in told and "mine.py" in told  # where it was
-    assert grader.collect(responses(["fine"] * 3)) == [{"reward": 1.0}] * 3
+    stderr = capfd.readouterr().err
+    assert f"row 'row-3': the reward took longer than --reward-timeout 1 s; for the response '{how}'" in stderr
+    assert "3 of 40 rewards failed (3 timeout)" in stderr and "mine.py" in stderr  # the location
+    assert grader.collect(make_responses(["fine"] * 3)) == [{"reward": 1.0}] * 3
 
 
 @pytest.mark.parametrize(
-    "how, told",
+    "how, cause",
     [("exit", "with exit code 3"), ("segfault", "by SIGSEGV"), ("killed", "by SIGKILL"), ("sys", "SystemExit: no"),
      ("deep", "RecursionError")],
 )
-def test_a_call_that_ends_its_process_has_failed(make, how, told, capfd):
+def test_a_call_that_ends_its_worker_fails(make_grader, how, cause, capfd):
     texts = [how if i in (0, 11) else "fine" for i in range(30)]
-    grader = make("bad", reward_workers=1, reward_errors="zero")
-    results = grader.collect(responses(texts))
-    assert kinds(grader) == {0: "errors", 11: "errors"} and told in capfd.readouterr().err
+    grader = make_grader("bad", reward_workers=1, reward_errors="zero")
+    results = grader.collect(make_responses(texts))
+    assert failure_kinds(grader) == {0: "errors", 11: "errors"} and cause in capfd.readouterr().err
     assert [r["reward"] for r in results] == [0.0 if i in (0, 11) else 1.0 for i in range(30)]
 
 
 @pytest.mark.parametrize("how", ["write", "half"])
-def test_a_reward_that_writes_into_foreign_descriptors_fails_alone(make, how, monkeypatch, capfd):
+def test_only_the_call_fails_that_writes_to_others_file_descriptors(make_grader, how, monkeypatch, capfd):
     monkeypatch.setattr(pool, "SEND_TIMEOUT_S", 1)
-    grader = make("foreign", reward_workers=1, reward_errors="zero", reward_timeout=20.0)
-    results = grader.collect(responses([how if i == 4 else "fine" for i in range(9)]))
-    assert kinds(grader) == {4: "errors"} and [r["reward"] for r in results] == [1.0] * 4 + [0.0] + [1.0] * 4
+    grader = make_grader("foreign", reward_workers=1, reward_errors="zero", reward_timeout=20.0)
+    results = grader.collect(make_responses([how if i == 4 else "fine" for i in range(9)]))
+    assert failure_kinds(grader) == {4: "errors"} and [r["reward"] for r in results] == [1.0] * 4 + [0.0] + [1.0] * 4
     assert "row 'row-0': the reward ended its worker process, by breaking its connection" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_failure_shows_the_users_frames_alone_and_nothing_acts_on_the_terminal(make, count, capfd):
-    make("foreign", reward_workers=count).collect(responses(["raises", "fine"]))
-    told = capfd.readouterr().err
-    assert told.count("  File ") == told.count("mine.py") == 1 and "\x1b" not in told and "\r" not in told
-    assert "row 'row-0': the reward raised ValueError: \\x1b[2J\\r5; for the response 'raises'" in told
-    assert "raised by the reward of row 'row-0'" in told
+def test_a_failure_shows_only_the_users_frames_and_no_control_characters(make_grader, count, capfd):
+    make_grader("foreign", reward_workers=count).collect(make_responses(["raises", "fine"]))
+    stderr = capfd.readouterr().err
+    assert stderr.count("  File ") == stderr.count("mine.py") == 1 and "\x1b" not in stderr and "\r" not in stderr
+    assert "row 'row-0': the reward raised ValueError: \\x1b[2J\\r5; for the response 'raises'" in stderr
+    assert "raised by the reward of row 'row-0'" in stderr
 
 
-def test_async_calls_wait_together(make):
-    grader = make("crowd", reward_workers=1)
-    grader.collect(responses(["a"]))
+def test_async_calls_run_concurrently(make_grader):
+    grader = make_grader("crowd", reward_workers=1)
+    grader.collect(make_responses(["a"]))
     start = time.perf_counter()
-    results = grader.collect(responses(["a"] * 100))
-    assert time.perf_counter() - start < 3.0  # one after another: 30
+    results = grader.collect(make_responses(["a"] * 100))
+    assert time.perf_counter() - start < 3.0  # 30 s one after another
     assert 20 < max(r["most"] for r in results) <= 64
 
 
 @pytest.mark.parametrize("how, kind", [("sleep", "timeouts"), ("exit", "errors"), ("blocks", "timeouts")])
-def test_the_guilty_one_of_many_async_calls_is_found(make, monkeypatch, how, kind):
+def test_the_failing_calls_among_many_async_calls_are_found(make_grader, monkeypatch, how, kind):
     monkeypatch.setattr(pool, "ASYNC_GRACE_S", 0.5)
     texts = [how if i in (2, 17) else "fine" for i in range(40)]
-    grader = make("bad_async", reward_timeout=1.5)
-    results = grader.collect(responses(texts))
-    assert kinds(grader) == {2: kind, 17: kind}
+    grader = make_grader("bad_async", reward_timeout=1.5)
+    results = grader.collect(make_responses(texts))
+    assert failure_kinds(grader) == {2: kind, 17: kind}
     assert [r for i, r in enumerate(results) if i not in (2, 17)] == [{"reward": 1.0}] * 38
 
 
-def test_a_process_that_cannot_start_fails_its_calls_and_not_the_run(make, tmp_path, capfd):
-    grader = make("plain", reward_workers=1)
+def test_if_no_worker_can_start_the_calls_fail_and_not_the_run(make_grader, tmp_path, capfd):
+    grader = make_grader("plain", reward_workers=1)
     (tmp_path / "mine.py").write_text("raise OSError('no memory')")
-    assert grader.collect(responses(["a"] * 5)) == [None] * 5
-    told = capfd.readouterr().err
-    assert "no reward worker could start" in told and "no memory" in told and "ALL of them failed" in told
+    assert grader.collect(make_responses(["a"] * 5)) == [None] * 5
+    stderr = capfd.readouterr().err
+    assert "no reward worker could start" in stderr and "no memory" in stderr and "ALL of them failed" in stderr
     (tmp_path / "mine.py").write_text(CODE)
-    assert grader.collect(responses(["ab"])) == [{"length": 2.0, "reward": 2.0}]
+    assert grader.collect(make_responses(["ab"])) == [{"length": 2.0, "reward": 2.0}]
 
 
-def test_an_idle_process_that_is_killed_is_replaced(make):
-    grader = make("plain", reward_workers=1)
-    assert grader.collect(responses(["ab"])) == [{"length": 2.0, "reward": 2.0}]
+def test_an_idle_worker_that_is_killed_is_replaced(make_grader):
+    grader = make_grader("plain", reward_workers=1)
+    assert grader.collect(make_responses(["ab"])) == [{"length": 2.0, "reward": 2.0}]
     [process] = grader.pools[""].processes
-    process.popen.kill()  # as by whoever kills for want of memory
+    process.popen.kill()  # as the kernel does when memory runs out
     process.popen.wait()
-    assert grader.collect(responses(["abc"] * 3)) == [{"length": 3.0, "reward": 3.0}] * 3 and not grader.failed
+    assert grader.collect(make_responses(["abc"] * 3)) == [{"length": 3.0, "reward": 3.0}] * 3 and not grader.failed
 
 
-def test_an_error_of_ours_ends_the_run(make):
-    grader = make("plain", reward_workers=1)
-    bad = row(0)
-    bad.extra["worth"] = lambda: None  # cannot be sent
+def test_an_internal_error_ends_the_run(make_grader):
+    grader = make_grader("plain", reward_workers=1)
+    bad = make_row(0)
+    bad.extra["worth"] = lambda: None  # cannot be pickled
     with pytest.raises(RuntimeError, match="talks to --reward-workers"):
-        grader.collect(responses(["a"], [bad]))
+        grader.collect(make_responses(["a"], [bad]))
 
 
 # --- math-verify -----------------------------------------------------------------------------------------------------
@@ -361,17 +363,17 @@ HANG = "\\log_{2}{9^{9^{9^9}}}"
 
 
 @complete
-def test_math_verify_keeps_its_own_time_in_a_worker(make):
-    """Its three seconds are not the call's one; what is late is wrong, not failed."""
-    grader = make(reward_workers=1, reward_timeout=1.0)
+def test_math_verify_has_its_own_time_limit_in_a_worker(make_grader):
+    """Its time limit is three seconds, not the call's one. A comparison that times out is wrong, not failed."""
+    grader = make_grader(reward_workers=1, reward_timeout=1.0)
     texts = [f"\\boxed{{{a}}}" for a in ("\\log_2 8", HANG, "3", "\\log_2 16", HANG)]
-    results = grader.collect(responses(texts, [row(0, "geo3k")]))
+    results = grader.collect(make_responses(texts, [make_row(0, "geo3k")]))
     assert [r["accuracy"] for r in results] == [1, 0, 1, 0, 0] and not grader.failed
-    assert grader.counts["cas"] == 3 and grader.counts["cas_timeout"] == 1  # the second time it is known
+    assert grader.counts["cas"] == 3 and grader.counts["cas_timeout"] == 1  # the second time, the timeout is remembered
     assert grader.counts["graded"] == 5
 
 
-# --- the end ---------------------------------------------------------------------------------------------------------
+# --- the end of a run ------------------------------------------------------------------------------------------------
 
 ENDS = """
 import os, signal, sys, threading, time
@@ -386,13 +388,13 @@ print(*(process.popen.pid for process in pool.processes), flush=True)
 """
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 @pytest.mark.parametrize("ending", ["exit", "exit while it hangs", "SIGKILL while it hangs", "os._exit"])
-def test_no_process_outlives_its_trainer(tmp_path, ending):
+def test_no_worker_outlives_its_trainer(tmp_path, ending):
     (tmp_path / "mine.py").write_text("import re\ndef f(response, example):\n"
                                       "    if response == 'hang': re.match('(a+)+$', 'a' * 60 + 'b')\n    return 1.0\n")
     code = ENDS
@@ -403,41 +405,42 @@ def test_no_process_outlives_its_trainer(tmp_path, ending):
                           text=True, timeout=60)
     assert done.returncode == (-signal.SIGKILL if "SIGKILL" in ending else 0), done.stderr
     pids = list(map(int, done.stdout.split()))
-    until = time.monotonic() + 5
-    while any(map(alive, pids)) and time.monotonic() < until:
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert pids and not any(map(alive, pids))
+    assert pids and not any(map(is_alive, pids))
 
 
-def test_a_process_whose_trainer_died_before_it_began_ends_at_once():
+def test_a_worker_whose_trainer_died_before_its_start_ends_at_once():
     ours, theirs = socket.socketpair()
-    # 1: another parent than its own
+    # the last argument is the trainer's process id, which is not 1
     code = "import sys; from rewards.call import reward_worker_main; reward_worker_main(int(sys.argv[1]), 1)"
     command = [sys.executable, "-c", code, str(theirs.fileno())]
     assert subprocess.run(command, cwd=ROOT, pass_fds=[theirs.fileno()], timeout=60).returncode == 0
     ours.close(), theirs.close()
 
 
-def test_a_process_that_cannot_be_replaced_leaves_its_calls_to_the_others(tmp_path):
-    """The user's file was broken by an edit, one process has died, and the others were idle."""
+def test_the_other_worker_takes_the_calls_of_one_that_cannot_be_replaced(tmp_path):
+    """An edit breaks the user's file, then one worker dies while the other is idle."""
     code = "import os, time\ndef score(response, example):\n    if response == 'die':\n        time.sleep(1)\n"
     file = tmp_path / "edited.py"
-    file.write_text(code + "        os._exit(1)\n    return 1.0\n")
-    grader = Grader(RewardConfig(reward=(f"{file}:score",), reward_workers=2))
-    grader.collect(responses(["x"] * 100, [row(0, "any")]))
+    file.write_text(code + "        os._exit(1)\n    time.sleep(0.01)\n    return float(os.getpid())\n")
+    grader, workers = Grader(RewardConfig(reward=(f"{file}:score",), reward_workers=2)), set()
+    while len(workers) < 2:  # both must have read the file before the edit
+        workers |= {result["reward"] for result in grader.collect(make_responses(["x"] * 20, [make_row(0, "any")]))}
     file.write_text("import nothing_here\n")
-    results = grader.collect(responses(["x", "x", "x", "die", *["x"] * 36], [row(0, "any")]))
+    results = grader.collect(make_responses(["x", "x", "x", "die", *["x"] * 36], [make_row(0, "any")]))
     grader.close()
     assert sum(result is None for result in results) == 1
 
 
-def test_signals_for_all_of_a_run_leave_the_decision_to_the_trainer(make):
-    grader = make("pause", reward_workers=1)
-    grader.collect(responses(["0"]))
+def test_workers_ignore_signals_and_end_only_with_the_trainer(make_grader):
+    grader = make_grader("pause", reward_workers=1)
+    grader.collect(make_responses(["0"]))
     [process] = grader.pools[""].processes
     pid = process.popen.pid
     assert os.getpgid(pid) == pid != os.getpgid(0)
-    [slow] = responses(["0.5"])
+    [slow] = make_responses(["0.5"])
     grader.submit(slow)
     time.sleep(0.1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,6 +1,6 @@
-"""Run our scripts in processes forked from one that has torch and transformers imported: 6 s of a core less each.
+"""Run our scripts in processes forked from one that has imported torch and transformers. Each saves 6 s of CPU time.
 
-Nothing of ours is imported before the fork, so a script behaves as in a process of its own."""
+None of our modules is imported before the fork, so a script behaves as in a process of its own."""
 
 import atexit
 import multiprocessing
@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-ENVIRON = dict(os.environ)  # libraries read it on import, so a run with another environment has to start afresh
-READ_LATER = ("PYTEST_CURRENT_TEST", "OUT", "PYTHON", "PATH", "SIGNAL_AT")  # except for these
+ENVIRON = dict(os.environ)  # libraries read it on import, so other environments need a new process
+READ_LATER = ("PYTEST_CURRENT_TEST", "OUT", "PYTHON", "PATH", "SIGNAL_AT")  # these may differ
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([
     "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "numpy", "pyarrow.parquet",
@@ -33,20 +33,20 @@ SERVER.set_forkserver_preload([
 ])  # fmt: skip
 
 
-def run_command(command: list, cwd: Path = ROOT, env: dict | None = None, timeout: float = 300, **more):
-    """Do subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout), if
-    possible in forked processes. Where torchrun ends the other ranks after one has failed, they are killed."""
+def run_command(command: list, cwd: Path = ROOT, env: dict | None = None, timeout: float = 300, **kwargs):
+    """Run a command as subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout) does,
+    but in forked processes if possible. If one rank fails, the others are killed; torchrun would terminate them."""
     command, end = list(map(str, command)), time.monotonic() + timeout
-    if more or not can_fork(command, cwd, env):
-        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, **more)
+    if kwargs or not can_fork(command, cwd, env):
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, **kwargs)
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         with forked(command, cwd, env, *outputs) as processes:
-            while (left := running(processes)) and not failed(processes) and time.monotonic() < end:
-                wait([process.sentinel for process in left], max(0, end - time.monotonic()))
+            while (remaining := running(processes)) and not failed(processes) and time.monotonic() < end:
+                wait([process.sentinel for process in remaining], max(0, end - time.monotonic()))
             code = failed(processes)
         texts = [path.read_text() if path.exists() else "" for path in outputs]
-    if left and not code:
+    if remaining and not code:
         raise subprocess.TimeoutExpired(command, timeout, *texts)
     return subprocess.CompletedProcess(command, code, *texts)
 
@@ -61,24 +61,24 @@ def failed(processes: list[BaseProcess]) -> int:
 
 
 def can_fork(command: list[str], cwd: Path = ROOT, env: dict[str, str] | None = None) -> bool:
-    """Return whether a command runs a Python file, by itself or by torchrun, in the environment we started with."""
+    """Return whether a command runs a Python file, with or without torchrun, in the environment we started with."""
     differ = {name for name, _ in set((env or os.environ).items()) ^ set(ENVIRON.items())}
     script = command[len(TORCHRUN) + 1 :][:1] if command[: len(TORCHRUN)] == TORCHRUN else command[1:2]
-    ours = bool(script) and (cwd / script[0]).suffix == ".py"
-    return ours and command[0] == sys.executable and differ <= set(READ_LATER)
+    is_python_file = bool(script) and (cwd / script[0]).suffix == ".py"
+    return is_python_file and command[0] == sys.executable and differ <= set(READ_LATER)
 
 
 @contextmanager
 def forked(command: list[str], cwd: Path, env: dict | None, stdout: Path, stderr: Path) -> Iterator[list[BaseProcess]]:
-    """Start a command of `can_fork` and yield its processes, one a rank. Those that still run at the end are killed."""
+    """Start a command that can_fork accepts and yield its processes, one per rank. Kill those left at the end."""
     environs, argv = [dict(env or os.environ)], command[1:]
     if command[: len(TORCHRUN)] == TORCHRUN:
         world, argv = int(command[len(TORCHRUN)]), command[len(TORCHRUN) + 1 :]
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
                   "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "GROUP_RANK": 0}  # fmt: skip
-        each = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
-        environs = [environs[0] | {name: str(value) for name, value in values.items()} for values in each]
+        rank_environs = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
+        environs = [environs[0] | {name: str(value) for name, value in values.items()} for values in rank_environs]
     processes = [SERVER.Process(target=run_script, args=(argv, cwd, environ, stdout, stderr)) for environ in environs]
     for process in processes:
         process.start()
@@ -92,7 +92,7 @@ def forked(command: list[str], cwd: Path, env: dict | None, stdout: Path, stderr
 
 
 def run_script(argv: list[str], cwd: Path, environ: dict[str, str], stdout: Path, stderr: Path) -> None:
-    """Make this process one that runs the script argv[0]."""
+    """Run the script argv[0] in this process, as if the process had been started for it."""
     for number, path in ((1, stdout), (2, stderr)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
@@ -101,10 +101,10 @@ def run_script(argv: list[str], cwd: Path, environ: dict[str, str], stdout: Path
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = argv
-    for name in ("kernels", "errors"):  # transformers tries to import the kernels of its hub, and finds ours
+    for name in ("kernels", "errors"):  # transformers tries to import its hub's `kernels`, and finds our file
         sys.modules.pop(name, None)
-    own = (str(ROOT), str(ROOT / "tests"))
-    sys.path[:] = [str((cwd / argv[0]).parent), *(path for path in sys.path if path not in own)]
+    our_folders = (str(ROOT), str(ROOT / "tests"))
+    sys.path[:] = [str((cwd / argv[0]).parent), *(path for path in sys.path if path not in our_folders)]
     try:
         runpy.run_path(argv[0], run_name="__main__")
     except Exception:

@@ -10,11 +10,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from prepare_data import IMAGE_PLACEHOLDER
 from report.page.formulas import render_segment, split_formulas
-from report.page.thumbnails import Thumbnail, make_thumbnail
+from report.page.thumbnails import Thumbnail, image_names, make_thumbnail, shown_images
 from report.records import MAX_IMAGE_SIDE, filter_columns, filter_tags, is_right, record_rewards
 from report.writer import ReportPage
+from sources.content import MARK_PATTERN
 
 PER_PAGE = 200  # prompts per page
 IMAGE_LEFT_OUT = "image left out to limit the size of the page"
@@ -58,9 +58,9 @@ class Texts:
         return Markup("".join(pieces))
 
 
-def number_images(thumbnails: Iterator[Thumbnail | str], n: int) -> list[tuple[int, Thumbnail | str]]:
-    """Return the next n images with their numbers; images that are left out are numbered too."""
-    return [(number, next(thumbnails, IMAGE_LEFT_OUT)) for number in range(1, n + 1)]
+def take_images(thumbnails: Iterator[Thumbnail | str], names: Sequence[str]) -> list[tuple[str, Thumbnail | str]]:
+    """Return the next images with these names; images that are left out have names too."""
+    return [(name, next(thumbnails, IMAGE_LEFT_OUT)) for name in names]
 
 
 class Gallery:
@@ -78,11 +78,13 @@ class Gallery:
 
     def record_images(self, record: dict) -> list[Sequence[bytes]]:
         """Return the images of a prompt, and those added by the environment in each of its episodes."""
-        return [self.examples[record["uid"]].images, *(s.get("images", ()) for s in record["samples"])]
+        return [shown_images(self.examples[record["uid"]]), *(s.get("images", ()) for s in record["samples"])]
 
     def count_images(self, records: Sequence[dict]) -> int:
-        """Return the number of images of all records."""
-        return sum(len(images) for record in records for images in self.record_images(record))
+        """Return the number of images and videos of all records."""
+        examples = (self.examples[record["uid"]] for record in records)
+        n_added = sum(len(s.get("images", ())) for record in records for s in record["samples"])
+        return n_added + sum(len(example.images) + len(example.videos) for example in examples)
 
     def prompt_facts(self, n: int) -> dict[str, Any]:
         """Return the values by which page.js filters and sorts a prompt."""
@@ -129,7 +131,7 @@ class Gallery:
         example, uid = self.examples[record["uid"]], record["uid"]
         labels = [f"{name} {values[n]}" for name, values in self.groups.items() if values[n]]
         labels += [name for name in ("gained", "lost") if name in self.facts[n].get("is", "").split()]
-        images = number_images(thumbnails, len(example.images))
+        images = take_images(thumbnails, image_names(example))
         messages = [self.message(m["role"], m["content"], images) for m in example.messages]
         truth = self.texts.render(str(record["ground_truth"]))
         samples = [self.sample(sample, thumbnails) for sample in record["samples"]]
@@ -141,14 +143,14 @@ class Gallery:
 
     def message(self, role: str, content: str, images: list[tuple]) -> dict[str, Any]:
         """Return a role with its blocks: texts, and rows of images. Each placeholder removes an image from `images`."""
-        pieces = content.split(IMAGE_PLACEHOLDER)
+        pieces = MARK_PATTERN.split(content)  # texts, with placeholders between them
         blocks = [self.texts.show(pieces[0])] if pieces[0].strip() or len(pieces) == 1 else []
         row: list[tuple] = []  # images without text between them
-        for piece in pieces[1:]:
+        for mark, piece in zip(pieces[1::2], pieces[2::2], strict=True):
             if images:
                 row.append(images.pop(0))
             else:  # a placeholder without an image is text
-                piece = IMAGE_PLACEHOLDER + piece
+                piece = mark + piece
             if piece.strip():
                 blocks += [row, self.texts.show(piece.removeprefix("\n"))]
                 row = []
@@ -157,7 +159,9 @@ class Gallery:
     def sample(self, fields: dict, thumbnails: Iterator[Thumbnail | str]) -> dict[str, Any]:
         """Return a response as one message without a role, or an episode turn by turn. An image placeholder that the
         policy wrote is text."""
-        images = number_images(thumbnails, len(fields.get("images", ())))
+        videos = fields.get("videos", {})
+        names = [videos.get(i, f"image {i + 1}") for i in range(len(fields.get("images", ())))]
+        images = take_images(thumbnails, names)
         messages = []
         for message in fields.get("messages", [{"role": "", "content": fields["text"]}]):
             message_images = images if message["role"] not in ("", "assistant") else []

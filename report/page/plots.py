@@ -1,9 +1,9 @@
-"""Curves of runs: panels for a page, curves.png, and plots of several runs. Only this file needs matplotlib. It creates
-Figure objects directly, without choosing a backend or changing global state."""
+"""Curves of runs: panels for a page, curves.png, and plots of several runs. Only this file uses matplotlib, and only
+to draw PNG files: pages draw their curves without it. It creates Figure objects directly, without choosing a backend or
+changing global state."""
 
-import importlib.util
-import io
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +21,10 @@ SMOOTH = 25  # a running mean covers 1/25 of a run; curves with at most 25 point
 IGNORED_SETTINGS = {"seed", "out", "resume", "keep", "save_every", "keep_best", "report_to", "timeout_minutes",
                     "grace_seconds"}  # fmt: skip
 NO_PARTS = {"reward/errors", "reward/timeouts", "reward/km"}  # not named rewards, or on another scale
-
-METADATA = "Creator Date Format Type".split()  # of an SVG file; pages do not need it
+# Prefixes of all metrics that a run logs (docs/metrics.md). Those with another prefix get a panel for it
+LOGGED_PREFIXES = """accuracy async balance curriculum episode eval grader judge kl loss lr memory mismatch noisy perf
+    policy progress response reward rollout sampling step sync time update value vision""".split()
+MAX_LABEL_CHARS = 40  # in the legend of several runs
 
 MetricRows = Sequence[Mapping[str, Any]]
 
@@ -49,11 +51,13 @@ class Line(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A panel as an image for a page."""
+    """A panel as a page draws it. Coordinates are between 0 and 1, with y pointing down. `ticks` are (y, value) pairs.
+    Each of `lines` is a tuple: label, newest value, steps and means (thinned), polyline of the means, polyline of their
+    running mean, and a list of two polylines for the ends of the band, empty without a band."""
 
-    title: str
-    image: str  # an <svg> tag that this file made
-    note: str
+    panel: Panel
+    lines: list[tuple]
+    ticks: list[tuple[float, float]]
 
 
 PANELS = (  # in order; a panel is shown if any of its metrics was measured
@@ -63,13 +67,20 @@ PANELS = (  # in order; a panel is shown if any of its metrics was measured
     Panel("Evaluation", "", {"eval/accuracy": "accuracy", "eval/reward": "reward"},
           "Should rise. The band is the 95% interval; changes within it may be chance. If it falls while the reward "
           "rises, the policy exploits the reward or memorizes the training data."),
+    Panel("Looking", "accuracy", {"eval/own": "own images", "eval/blank": "blank images",
+                                  "eval/shuffled": "other examples' images", "eval/none": "no images",
+                                  "eval/prior": "most frequent answers"},
+          "The distance between own and blank images should grow: it is the part of the accuracy that depends on the "
+          "image. If blank rises above the most frequent answers, the policy learns to answer without looking."),
     Panel("Entropy", "nats per token", {"policy/entropy": "entropy"},
           "Should fall slowly. If it is near 0 before the task is solved, the policy no longer explores: raise "
           "--clip-high or --entropy-coef, or lower --lr. If it keeps rising, the steps are too large."),
-    Panel("KL", "nats", {"mismatch/kl": "engine", "policy/kl_ref": "reference", "policy/approx_kl": "old policy"},
-          "To the engine: should be steady, below 1e-6 in fp32, about 1e-3 in bf16, more with --async-steps. If it "
-          "grows, weight sync or engine is at fault; see tis_cap. To the reference: should grow slowly; if it grows "
-          "fast, use --kl-coef. To the old policy, before the update: should be below 0.1.", log=True),
+    Panel("KL", "nats", {"mismatch/kl": "engine", "policy/kl_ref": "reference", "policy/approx_kl": "old policy",
+                         "policy/kl_teacher": "teacher"},
+          "To the engine: should be steady, at most a few 1e-6 in fp32, about 1e-3 in bf16, more with --async-steps. "
+          "If it grows, weight sync or engine is at fault; --algo-args tis_cap=2 limits the effect. To the reference: "
+          "should grow slowly; if it grows fast, use --kl-coef. To the policy before the update: should be below 0.1.",
+          log=True),
     Panel("Response length", "tokens", {"response/tokens": "tokens"},
           "Grows or shrinks depending on what the reward favours; a collapse is often reward hacking."),
     Panel("Truncated", "fraction of responses", {"response/truncated": "truncated"},
@@ -77,10 +88,18 @@ PANELS = (  # in order; a panel is shown if any of its metrics was measured
     Panel("Gradient norm", "", {"policy/grad_norm": "gradient norm"},
           "Before clipping. Should be steady, with single peaks. If it is always far above --max-grad-norm, clipping "
           "determines the effective learning rate. If it grows, lower --lr.", log=True),
+    Panel("Vision KL", "nats", {"vision/kl": "own images and second view"},
+          "The mean log-ratio of what the policy says with the images and with their second view. If it falls towards "
+          "0, the images matter less and less."),
+    Panel("Learning rate", "", {"lr": "learning rate"}, "As set by --lr, --warmup-steps and --schedule."),
     Panel("Staleness", "syncs", {"async/staleness": "mean", "async/staleness_max": "oldest"},
           "Weight syncs between sampling and training of a token; at most --async-steps."),
     Panel("Idle", "fraction of time", {"async/trainer_idle": "trainer", "async/servers_idle": "servers"},
           "If the trainer is idle, add servers. If the servers are idle, use fewer, or more training processes."),
+    Panel("Throughput", "tokens per second", {"perf/tokens_per_second": "sampled tokens"},
+          "Should be steady, unless the response length changes."),
+    Panel("MFU", "fraction of peak FLOPs", {"perf/mfu": "update"},
+          "Of the update. If it is below 0.3, raise --micro-tokens, or train without --gradient-checkpointing."),
     Panel("Time", "seconds", {"time/step": "step"},
           "The rollout should take most of a step (with --async-steps: the time that the trainer waits for it). "
           "Reward, pack and sync should be small; if not, see docs/troubleshooting.md, slow steps.", parts="time/"),
@@ -100,20 +119,28 @@ def measured_lines(panel: Panel, rows: MetricRows) -> list[Line]:
         parts = re.compile(rf"{panel.parts}[^/=]+")
         names = sorted(filter(parts.fullmatch, set(chain.from_iterable(rows)) - NO_PARTS))
         labels |= {name: name.removeprefix(panel.parts) for name in names if name not in labels}
-    lines = []
+    lines: dict[tuple, Line] = {}  # one for metrics with equal values, which would hide each other
     for name, label in labels.items():
         steps, values = series(rows, name)
         ends = [series(rows, f"{name}_{end}") for end in ("low", "high")]
         is_band = all(end_steps == steps for end_steps, _ in ends)  # a named reward may have such a name too
-        lines.append(Line(label, steps, values, *(bound for _, bound in ends if is_band)))
-    return [line for line in lines if line.steps]
+        line = Line(label, steps, values, *(bound for _, bound in ends if is_band))
+        key = (*steps, *values)
+        lines[key] = lines[key]._replace(label=f"{lines[key].label} = {label}") if key in lines else line
+    return [line for line in lines.values() if line.steps]
+
+
+def own_panels(rows: MetricRows) -> list[Panel]:
+    """Return a panel for each prefix of metrics that you added, such as my/ of row["my/metric"] in train.py."""
+    metrics: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in sorted(set(chain.from_iterable(rows))):
+        metrics[name.partition("/")[0]][name] = name
+    return [Panel(prefix, "", metrics[prefix], "Added by you.") for prefix in metrics if prefix not in LOGGED_PREFIXES]
 
 
 def measured_panels(rows: MetricRows) -> list[tuple[Panel, list[Line]]]:
-    """Return the panels with at least one measured metric and their lines; nothing if matplotlib is not installed."""
-    if not importlib.util.find_spec("matplotlib"):
-        return []
-    panels = [(panel, measured_lines(panel, rows)) for panel in PANELS]
+    """Return the panels with at least one measured metric and their lines."""
+    panels = [(panel, measured_lines(panel, rows)) for panel in (*PANELS, *own_panels(rows))]
     return [(panel, lines) for panel, lines in panels if lines]
 
 
@@ -134,11 +161,16 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [fmean(values[i - k : i + k + 1]) for i, k in enumerate(reach)]
 
 
+def spans_decades(values: Iterable[float]) -> bool:
+    """Return whether a logarithmic axis suits the values."""
+    positive = [x for x in values if x > 0]
+    return bool(positive) and max(positive) > 30 * min(positive)
+
+
 def draw_lines(axes: Any, lines: Sequence[Line], log: bool = False, raw: bool = True) -> None:
     """Draw running means, and with `raw` also the measured values, in a paler colour. Curves of few points are drawn
     without smoothing and with markers. The first line is on top."""
-    positive = [x for line in lines for x in line.values if x > 0]
-    if log and positive and max(positive) > 30 * min(positive):
+    if log and spans_decades(chain.from_iterable(line.values for line in lines)):
         axes.set_yscale("log", nonpositive="mask")
     for i, line in reversed([*enumerate(lines)]):
         if not line.steps:
@@ -154,69 +186,82 @@ def draw_lines(axes: Any, lines: Sequence[Line], log: bool = False, raw: bool = 
         if band:
             axes.fill_between(steps, *map(smooth, band), color=colour, alpha=0.18, linewidth=0)
     if axes.get_yscale() == "linear":
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        low, high = min(0.0, axes.dataLim.y0), axes.dataLim.y1
+        margin = 0.03 * (high - low) or 1.0  # a line at the border would be cut
+        axes.set_ylim(low - margin, high + margin)
 
 
-def add_axes(figure: Any, *position: int, title: str = "", unit: str = "") -> Any:
-    """Add axes at a position (rows, columns, index) of the figure and return them."""
-    axes = figure.add_subplot(*position)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(which="both", labelsize=7.5)
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("step", fontsize=8)
-    axes.set_ylabel(unit, fontsize=8)
-    axes.margins(x=0.01)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    return axes
-
-
-def add_legend(axes: Any) -> None:
-    """Add a legend to the axes."""
-    axes.legend(frameon=False, fontsize=7, handlelength=1.4, labelspacing=0.25, reverse=True)
-
-
-def new_figure(width: float, height: float, bottom: float = 0.45) -> Any:
-    """Return a figure (sizes in inches) with fixed margins: computing them takes matplotlib as long as drawing. pyplot
-    is not used, because it would keep the figure and choose a backend for the whole process."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height))
-    figure.subplots_adjust(left=0.65 / width, right=1 - 0.1 / width, bottom=bottom / height, top=1 - 0.3 / height,
-                           wspace=0.2, hspace=0.36)
-    return figure
+def axis_ticks(low: float, high: float, whole: bool = False) -> list[float]:
+    """Return multiples of 1, 2 or 5 times a power of ten, two to six from low to high; with `whole`, only integers."""
+    power = 10.0 ** math.floor(math.log10((high - low) / 2))
+    size = power * next(n for n in (1, 2, 5) if 5 * n * power >= high - low or n == 5)
+    size = max(1.0, size) if whole else size
+    return [n * size for n in range(math.ceil(low / size), math.floor(high / size + 1e-6) + 1)]
 
 
 def run_curves(rows: MetricRows) -> list[Curve]:
-    """Return the panels of a run's rows as images for a page: each is an <svg> with text as paths, so that it needs no
-    fonts."""
-    curves = []
-    for panel, lines in measured_panels(rows):
-        figure = new_figure(4.9, 2.7)
-        axes = add_axes(figure, unit=panel.unit)
-        draw_lines(axes, lines, panel.log)
-        if len(lines) > 1:
-            add_legend(axes)
-        figure.savefig(file := io.StringIO(), format="svg", metadata=dict.fromkeys(METADATA))
-        svg = file.getvalue()
-        curves.append(Curve(panel.title, svg[svg.index("<svg") :], panel.note))
-    return curves
+    """Return the panels of a run's rows for a page. Their x axes end at the run's last step."""
+    return [page_curve(panel, lines, max(1, rows[-1]["step"])) for panel, lines in measured_panels(rows)]
+
+
+def page_curve(panel: Panel, lines: Sequence[Line], last: float) -> Curve:
+    """Return a panel with lines up to step `last`."""
+    columns = [thin_curve([x for x in line[1:] if x]) for line in lines]
+    values = list(chain.from_iterable(x for _, *parts in columns for x in parts))
+    log = panel.log and spans_decades(values)
+    least = min((x for x in values if x > 0), default=1.0)  # on a logarithmic axis, 0 is drawn like this
+
+    def scale(x: float) -> float:
+        return math.log10(max(x, least)) if log else x
+
+    low, high = min(map(scale, values if log else [0.0, *values])), max(map(scale, values))
+    high += high == low
+    ticks = axis_ticks(low, high, log)
+    size = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
+    low, high = math.floor(low / size + 1e-6) * size, math.ceil(high / size - 1e-6) * size  # the axis ends at labels
+
+    def points(steps: Sequence[float], line: Sequence[float]) -> str:
+        xy = ((step / last, (high - scale(x)) / (high - low)) for step, x in zip(steps, line, strict=True))
+        return " ".join(f"{x:.4f},{y:.4f}" for x, y in xy)
+
+    drawn = []
+    for line, (steps, means, *band) in zip(lines, columns, strict=True):
+        smoothed = [points(steps, smooth(x)) for x in (means, *band)]
+        drawn.append((line.label, line.values[-1], steps, means, points(steps, means), smoothed[0], smoothed[1:]))
+    ticks = axis_ticks(low, high, log)
+    return Curve(panel, drawn, [((high - x) / (high - low), 10.0**x if log else x) for x in ticks])
 
 
 def draw_grid(panels: Sequence[tuple[Panel, Sequence[Line]]], file: Path, n_lines: int = 0) -> None:
-    """Draw panels, three per row, and write the file atomically. If all panels have the same lines, `n_lines` is their
-    number, and they share a legend."""
-    n_rows = -(-len(panels) // 3)
-    bottom = 0.45 + 0.2 * n_lines
-    figure = new_figure(15.0, 3.2 * n_rows + bottom, bottom)
+    """Draw panels, up to three per row, and write the file atomically. If all panels have the same lines, `n_lines` is
+    their number, and they share a legend. pyplot is not used, because it would keep the figure and choose a backend for
+    the whole process."""
+    from matplotlib.figure import Figure
+
+    n_columns = min(3, len(panels))
+    n_rows = -(-len(panels) // n_columns)
+    width, bottom = 7.5 + 3.75 * (n_columns - 1), 0.45 + 0.2 * n_lines
+    height = 3.2 * n_rows + bottom
+    figure = Figure(figsize=(width, height))
+    # fixed margins: computing them takes matplotlib as long as drawing
+    figure.subplots_adjust(left=0.65 / width, right=1 - 0.1 / width, bottom=bottom / height, top=1 - 0.35 / height,
+                           wspace=0.2, hspace=0.36)
     for position, (panel, lines) in enumerate(panels, 1):
-        axes = add_axes(figure, n_rows, 3, position, title=panel.title, unit=panel.unit)
+        axes = figure.add_subplot(n_rows, n_columns, position)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(which="both", labelsize=7.5)
+        axes.set_title(panel.title, fontsize=10)
+        axes.set_xlabel("step", fontsize=8)
+        axes.set_ylabel(panel.unit, fontsize=8)
+        axes.margins(x=0.01)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         draw_lines(axes, lines, panel.log, raw=not n_lines)
         if len(lines) > 1 and not n_lines:
-            add_legend(axes)
+            axes.legend(frameon=False, fontsize=7, handlelength=1.4, labelspacing=0.25, reverse=True)
     if n_lines:
         drawn = chain.from_iterable(axes.get_lines() for axes in figure.axes)
-        shared = {line.get_label(): line for line in drawn if not line.get_label().startswith("_")}
+        shared = {(line.get_label(), line.get_color()): line for line in drawn if not line.get_label().startswith("_")}
         figure.legend(handles=shared.values(), loc="lower left", fontsize=8, frameon=False, reverse=True)
     temporary = file.with_name(f".{file.name}.tmp")
     with report_write_errors(file, "--out"):
@@ -248,21 +293,22 @@ def plot_runs(runs: Sequence[Path], out: Path) -> None:
             settings_by_run[run] = {name: str(value) for name, value in args.items() if name not in IGNORED_SETTINGS}
     groups = group_by_settings(settings_by_run)
     panels = []
-    for panel in PANELS:
+    for panel in (*PANELS, *own_panels(list(chain.from_iterable(rows_by_run.values())))):
         for metric, label in panel.metrics.items():
-            lines = [mean_line(name, metric, [rows_by_run[run] for run in members]) for name, members in groups]
+            lines = [mean_line(name, metric, [rows_by_run[run] for run in members]) for name, _, members in groups]
             title = panel.title if len(panel.metrics) == 1 else f"{panel.title}: {label}"
             if any(line.steps for line in lines):
                 panels.append((panel._replace(title=title), lines))
     need(panels, f"--plot-runs {' '.join(map(str, runs))}: none of the plotted metrics has a value; choose other runs")
     draw_grid(panels, out / "curves.png", len(groups))
-    for name, members in groups:
-        print(f"{name}: {', '.join(map(str, members))}")
+    for name, changes, members in groups:
+        print(f"{name}: {', '.join(map(str, members))}" + (f"; {changes}" if changes not in name else ""))
     print(f"wrote {out / 'curves.png'} (several seeds: their mean, in a band from the lowest to the highest)")
 
 
-def group_by_settings(settings_by_run: Mapping[Path, Mapping[str, str]]) -> list[tuple[str, list[Path]]]:
-    """Return the runs with equal settings together, each time with a label of the settings that differ elsewhere."""
+def group_by_settings(settings_by_run: Mapping[Path, Mapping[str, str]]) -> list[tuple[str, str, list[Path]]]:
+    """Return the runs in groups with equal settings: (label for the legend, settings that differ between groups, runs).
+    The label is these settings, or if they are too long, the first run's folder and the first of them."""
     groups: dict[tuple, list[Path]] = defaultdict(list)
     for run, settings in settings_by_run.items():
         groups[tuple(sorted(settings.items()))].append(run)
@@ -271,9 +317,11 @@ def group_by_settings(settings_by_run: Mapping[Path, Mapping[str, str]]) -> list
     differing = [name for name in names if len({settings.get(name) for settings in distinct}) > 1]
     labelled = []
     for settings, members in zip(distinct, groups.values(), strict=True):
-        # long paths usually differ at their end
-        label = " ".join(f"{flag_name(name)} {settings.get(name, '-')[-40:]}" for name in differing) or members[0].name
-        labelled.append((f"{label} ({len(members)} runs)" if len(members) > 1 else label, members))
+        changes = " ".join(f"{flag_name(name)} {settings.get(name, '-')}" for name in differing)
+        label = changes or members[0].name
+        if len(label) > MAX_LABEL_CHARS:
+            label = f"{Path(*members[0].parts[-2:])}: {label}"[:MAX_LABEL_CHARS] + "…"
+        labelled.append((f"{label} ({len(members)} runs)" if len(members) > 1 else label, changes, members))
     return labelled
 
 
@@ -290,10 +338,8 @@ def draw_curve(run: Path, blank: float, out: Path, task: str, metric: str) -> No
     """Draw the metric (accuracy or reward) on unseen images and the training reward over the steps of a run. `blank` is
     the metric on blank images, drawn as a horizontal line."""
     rows = read_rows(run / "metrics.jsonl")
-    figure = new_figure(7.2, 3.8)
-    axes = add_axes(figure, title=task.replace("$", r"\$"))
-    axes.axhline(blank, color="#c0392b", linestyle="--", linewidth=1.2, label="the same model, blank images")
-    draw_lines(axes, [Line(f"greedy {metric}, unseen images", *series(rows, f"eval/{metric}")),
-                      Line("reward of the step's samples", *series(rows, "reward/mean"))])  # fmt: skip
-    add_legend(axes)
-    figure.savefig(out, dpi=120)
+    steps, values = series(rows, f"eval/{metric}")
+    lines = [Line(f"greedy {metric}, unseen images", steps, values),
+             Line("reward of the step's samples", *series(rows, "reward/mean")),
+             Line(f"greedy {metric}, blank images, after RL", steps, [blank] * len(steps))]  # fmt: skip
+    draw_grid([(Panel(task.replace("$", r"\$"), "", {}, ""), lines)], out)

@@ -3,14 +3,17 @@
 import base64
 import hashlib
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image, ImageOps
 
 from errors import report_write_errors
-from prepare_data import FORMATS, IMAGE_ERRORS, decode_image
-from report.records import MAX_IMAGE_SIDE, encode_image
+from prepare_data import FORMATS, IMAGE_ERRORS, Example, decode_image
+from report.records import MAX_IMAGE_SIDE, encode_image, film_strip, video_name
+from sources.content import MARK_PATTERN, VIDEO_PLACEHOLDER
+from sources.images import encode_png
 
 BROWSER_FORMATS = ("PNG", "JPEG", "GIF", "WEBP")  # every browser shows these
 
@@ -54,3 +57,26 @@ def keep_file(data: bytes, folder: Path, kind: str) -> str:
         if not path.exists() or path.stat().st_size != len(data):
             path.write_bytes(data)
     return f"{folder.name}/{path.name}"
+
+
+def shown_images(example: Example) -> Sequence[bytes]:
+    """Return the images of an Example, with a film strip for each of its videos, in the order of their placeholders."""
+    if not example.videos:
+        return example.images
+    images = iter(example.images)
+    strips = (encode_png(film_strip(video.frames, decode_image)) for video in example.videos)
+    return [next(strips if mark == VIDEO_PLACEHOLDER else images) for mark in visual_marks(example)]
+
+
+def visual_marks(example: Example) -> list[str]:
+    """Return the placeholders of an Example's images and videos, in order."""
+    return [mark for m in example.messages for mark in MARK_PATTERN.findall(m["content"])]
+
+
+def image_names(example: Example) -> list[str]:
+    """Return a name for each of `shown_images`; that of a film strip describes its video."""
+    names = [f"image {i + 1}" for i in range(len(example.images) + len(example.videos))]
+    strips = [i for i, mark in enumerate(visual_marks(example)) if mark == VIDEO_PLACEHOLDER]
+    for i, video in zip(strips, example.videos, strict=False):
+        names[i] = video_name(len(video.frames), video.fps)
+    return names

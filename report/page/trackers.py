@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from errors import describe_error, need
 from prepare_data import Example, decode_image
+from report.page.thumbnails import shown_images
 
 PROMPTS = 8  # per table of samples
 MAX_TRACKED_IMAGE_SIDE = 512  # pixels of the longer side of an image
@@ -87,7 +88,7 @@ class TensorBoard:
             texts = [f"{name}: {text}" for row in sample_rows(record, example) for name, text in row.items()]
             self.board.add_text(f"samples/{index}", indented("\n".join(texts)), step)
             # the images of the prompt, then those of each episode
-            files = chain(example.images, *(s.get("images", ()) for s in record["samples"]))
+            files = chain(shown_images(example), *(s.get("images", ()) for s in record["samples"]))
             for number, image in enumerate(example_images(files)):
                 self.board.add_image(f"samples/{index}/{number}", np.asarray(image), step, dataformats="HWC")
 
@@ -133,7 +134,7 @@ class WandB:
         rows = []
         for record in records:
             example = examples[record["uid"]]
-            prompt_images = list(map(self.wandb.Image, example_images(example.images)))
+            prompt_images = list(map(self.wandb.Image, example_images(shown_images(example))))
             for row, s in zip(sample_rows(record, example), record["samples"], strict=True):
                 images = prompt_images + list(map(self.wandb.Image, example_images(s.get("images", ()))))
                 rows.append(row | {f"image {i}": image for i, image in enumerate(images, 1)})

@@ -3,8 +3,8 @@
     python tests/null_gpu/build.py     # with the Python of an environment that has torch for CUDA; needs gcc and nm
 
 They are written to null_gpu/ in that environment. `environment` returns the variables that make a process use them.
-The C files define the functions whose results torch, Triton and vLLM need. Every other function that these look for in
-CUDA's libraries returns 0.
+The C files define the functions whose results torch, Triton and vLLM need. All other functions that they look for in
+CUDA's libraries return 0.
 """
 
 import re
@@ -39,14 +39,14 @@ def find_names(prefix: str, *files: Path) -> set[str]:
 def build_library(name: str, source: str, wanted: set[str], *linked: str) -> None:
     """Compile a library `name` from a C file. For each wanted name that it lacks, add a function that returns 0."""
     flags = ["-w", "-fPIC", f"-I{SITE / 'triton/backends/nvidia/include'}"]
-    written, missing, versions = OUT / "written.o", OUT / "missing.c", OUT / "versions"
-    subprocess.run(["gcc", *flags, "-c", HERE / source, "-o", written], check=True)
-    lacking = sorted(wanted - list_symbols("T", written))
-    missing.write_text("".join(f"int {function}() {{ return 0; }}\n" for function in lacking))
+    compiled, missing, versions = OUT / "written.o", OUT / "missing.c", OUT / "versions"
+    subprocess.run(["gcc", *flags, "-c", HERE / source, "-o", compiled], check=True)
+    names = sorted(wanted - list_symbols("T", compiled))
+    missing.write_text("".join(f"int {function}() {{ return 0; }}\n" for function in names))
     version = name.replace("-", "_")  # programs link to NVIDIA's library with a version, which is its name
     versions.write_text(f"{version} {{ global: *; }};\n")
     options = ["-shared", f"-Wl,-soname,{name}", f"-Wl,--version-script={versions}", f"-L{OUT}", *linked]
-    command = ["gcc", *flags, written, missing, "-o", OUT / "new", *options, "-ldl", "-lpthread"]
+    command = ["gcc", *flags, compiled, missing, "-o", OUT / "new", *options, "-ldl", "-lpthread"]
     subprocess.run(command, check=True)
     (OUT / "new").replace(OUT / name)  # running processes keep the old one
 

@@ -1,4 +1,4 @@
-"""Start vLLM's engine on the null GPU, sample, replace its weights, let it sleep; print what happened as JSON.
+"""Start vLLM's engine on the null GPU, sample, sync weights, sleep and wake; print measurements as JSON.
 
 python tests/null_gpu/check_vllm.py MODEL    # a toy of Qwen2.5-VL; environment and PYTHONPATH: see ../test_vllm_cuda.py
 """
@@ -21,31 +21,31 @@ from tasks.shapes import shapes_rows
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def used() -> int:
+def used_bytes() -> int:
     """Return the bytes in use on the GPU, by any process."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
-def named(hf: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def named_cuda_tensors(hf: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, p.detach().to("cuda")) for name, p in hf.named_parameters()]
 
 
-def differing(live: torch.nn.Module, hf: torch.nn.Module) -> list[str]:
+def find_changed(live: torch.nn.Module, hf: torch.nn.Module) -> list[str]:
     """Return the names of vLLM's parameters that are not equal, bit for bit, to those of transformers' model."""
-    theirs, wrong = dict(hf.named_parameters()), []
+    expected, wrong = dict(hf.named_parameters()), []
     for name, p in live.named_parameters():
         source = name.replace("language_model.model.", "model.language_model.").replace("visual.", "model.visual.", 1)
         source = source.replace("language_model.lm_head", "lm_head")
         layer, _, kind = source.rpartition(".")
         layer, _, module = layer.rpartition(".")
         sources = [f"{layer}.{part}.{kind}" for part in FUSED[module]] if module in FUSED else [source]
-        if not torch.equal(p.cpu(), torch.cat([theirs[s].detach() for s in sources])):
+        if not torch.equal(p.cpu(), torch.cat([expected[s].detach() for s in sources])):
             wrong.append(name)
     return wrong
 
 
-def perturbed(path: str, seed: int) -> torch.nn.Module:
+def load_with_noise(path: str, seed: int) -> torch.nn.Module:
     """Return a toy with noise on every parameter, in bfloat16."""
     hf, noise = M.load_hf(path).eval(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def perturbed(path: str, seed: int) -> torch.nn.Module:
 
 
 def main(path: str) -> None:
-    found, processor = {}, M.Processor(path)
+    results, processor = {}, M.Processor(path)
     encoded = [image["bytes"] for row in shapes_rows(3, "train", 0) for image in row["images"]]
     images = [Image.open(BytesIO(image)) for image in encoded]
     examples = [example("one", "<image>?", images[:1]), example("none", "Tell me something long and odd.", [])]
@@ -65,8 +65,8 @@ def main(path: str) -> None:
     settings = {"enforce_eager": True, "max_num_batched_tokens": 128, "max_num_seqs": 8}
     engine = VLLMEngine(path, processor, torch.device("cuda"), torch.bfloat16, **limits, **settings)
     runner = engine.executor.driver_worker.model_runner
-    found["v2"] = [runner.vllm_config.use_v2_model_runner, type(runner).__module__]
-    found["device"] = [str(runner.device), torch.cuda.device_count()]
+    results["v2"] = [runner.vllm_config.use_v2_model_runner, type(runner).__module__]
+    results["device"] = [str(runner.device), torch.cuda.device_count()]
     [ban] = [p for p in runner.sampler.logits_processors if type(p).__name__ == "Ban"]
     calls, apply = [], ban.apply
     ban.apply = lambda logits, ctx=None: calls.append(logits.shape) or apply(logits, ctx)
@@ -77,44 +77,44 @@ def main(path: str) -> None:
         policy = M.Policy(M.load_hf(path).eval(), processor)
         policy.hf.load_state_dict(hf.float().state_dict())
         gaps = [(trainer_logprobs(policy, r) - torch.tensor(r.logprobs)).abs().max().item() for r in rollouts]
-        found.setdefault("gaps", []).append(max(gaps))
+        results.setdefault("gaps", []).append(max(gaps))
         hf.bfloat16()
         return [(r.prompt.uid, r.response, len(r.logprobs), r.finish_reason) for r in rollouts]
 
-    first, second = (perturbed(path, seed) for seed in (1, 2))
-    found["sync"] = engine.load_weights(named(first))
-    found["differing"] = [len(differing(runner.model, first)), len(differing(runner.model, second))]
-    found["rollouts"] = sample(first)
-    found["banned"] = sum(
-        len(set(r[1]) & set(processor.banned_token_ids(runner.vocab_size).tolist())) for r in found["rollouts"]
+    first, second = (load_with_noise(path, seed) for seed in (1, 2))
+    results["sync"] = engine.load_weights(named_cuda_tensors(first))
+    results["differing"] = [len(find_changed(runner.model, first)), len(find_changed(runner.model, second))]
+    results["rollouts"] = sample(first)
+    results["banned"] = sum(
+        len(set(r[1]) & set(processor.banned_token_ids(runner.vocab_size).tolist())) for r in results["rollouts"]
     )
-    found["bans"] = len(calls)
+    results["bans"] = len(calls)
 
-    awake = used()
+    awake = used_bytes()
     engine.sleep()
-    found["level 1"] = {"awake": awake, "asleep": used(), "asleep_bytes": engine.asleep_bytes()}
-    found["again"] = sample(first)  # wakes
-    found["level 1"] |= {"woken": used(), "asleep_bytes woken": engine.asleep_bytes()}
+    results["level 1"] = {"awake": awake, "asleep": used_bytes(), "asleep_bytes": engine.asleep_bytes()}
+    results["again"] = sample(first)  # wakes
+    results["level 1"] |= {"woken": used_bytes(), "asleep_bytes woken": engine.asleep_bytes()}
     engine.sleep()
-    engine.load_weights(named(second))
-    found["level 1"] |= {"synced": used(), "differing": len(differing(runner.model, second))}
+    engine.load_weights(named_cuda_tensors(second))
+    results["level 1"] |= {"synced": used_bytes(), "differing": len(find_changed(runner.model, second))}
     sample(second)
 
     engine.sleep_level = 2
     engine.sleep()
-    found["level 2"] = {"asleep": used(), "asleep_bytes": engine.asleep_bytes()}
+    results["level 2"] = {"asleep": used_bytes(), "asleep_bytes": engine.asleep_bytes()}
     engine.wake(["weights"])
-    found["level 2"] |= {"lost": len(differing(runner.model, second)), "of": len(list(runner.model.parameters()))}
+    results["level 2"] |= {"lost": len(find_changed(runner.model, second)), "of": len(list(runner.model.parameters()))}
     try:
-        engine.load_weights(named(first)[1:])
+        engine.load_weights(named_cuda_tensors(first)[1:])
     except ValueError as error:
-        found["level 2"]["refused"] = str(error)
-    engine.load_weights(named(first))
-    found["level 2"] |= {"synced": used(), "differing": len(differing(runner.model, first))}
-    found["level 2"]["rollouts"] = sample(first)
-    found["level 2"]["woken"] = used()
-    found["garbage"] = sorted(garbage)
-    print(json.dumps(found))
+        results["level 2"]["refused"] = str(error)
+    engine.load_weights(named_cuda_tensors(first))
+    results["level 2"] |= {"synced": used_bytes(), "differing": len(find_changed(runner.model, first))}
+    results["level 2"]["rollouts"] = sample(first)
+    results["level 2"]["woken"] = used_bytes()
+    results["garbage"] = sorted(garbage)
+    print(json.dumps(results))
 
 
 main(sys.argv[1])

@@ -2,7 +2,7 @@
 
 The null GPU's memory is address space of the process, so a CPU tensor can share it. An operation first runs as on CUDA,
 with its checks, allocations, launches and synchronizations: everything but the arithmetic. Then a CPU kernel computes
-the result and writes it into the output. A program sees CUDA tensors with the right values.
+the result and writes it into the output. The program sees CUDA tensors with the right values.
 
 What is replaced or left out:
 
@@ -37,17 +37,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 garbage: Counter[str] = Counter()
-UNREAD: set[str] = set()  # operations whose output nothing reads that computes: garbage is no error
+UNREAD: set[str] = set()  # operations whose output no computation reads, so garbage is not an error
 cudart = ctypes.CDLL(None)
 cudart.null_gpu_synchronizations.restype = ctypes.c_long
 
-# Operations on a tensor's storage or metadata, not its values; and (namespaces) collectives, which nccl.c copies
+# Operations on a tensor's storage or metadata, not its values; and namespaces of collectives, which nccl.c runs
 NATIVE_ONLY = set(
     "aten::resize_ aten::set_ aten::record_stream aten::is_pinned aten::_pin_memory aten::lift_fresh "
     "aten::is_same_size inductor::resize_storage_bytes_".split()
 )
 NATIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "profiler", "prim")
-# Operations that read a count from the device: by their tags, and by name
+# Operations that read a count from the device, by tag and by name
 DEPENDS_ON_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 READS_COUNTS = set(
     "aten::masked_scatter_backward aten::bincount aten::embedding_dense_backward aten::_unique2 "
@@ -61,8 +61,8 @@ def on_host(tensor: Tensor) -> Tensor:
     if storage.nbytes() == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), **like)
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-    held = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, **like).set_(held, tensor.storage_offset(), tensor.shape, tensor.stride())
+    shared = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, **like).set_(shared, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def n_bytes(values: Any) -> int:
@@ -94,7 +94,7 @@ class Values(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         name = func._schema.name
-        if name == "fsdp::all_gather_copy_in" or func.namespace == "vllm":  # written in Python: see its operations
+        if name == "fsdp::all_gather_copy_in" or func.namespace == "vllm":  # in Python: compute its operations
             with self:
                 return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
         on_gpu = any(x.is_cuda for x in tensors)
@@ -142,10 +142,10 @@ class Values(TorchDispatchMode):
     def _generator(self, generator: torch.Generator) -> torch.Generator:
         if generator.device.type != "cuda":
             return generator
-        mine, seed = self.generators.get(id(generator)), generator.initial_seed()
-        if mine is None or mine.initial_seed() != seed:
-            mine = self.generators[id(generator)] = torch.Generator().manual_seed(seed)
-        return mine
+        cpu_generator, seed = self.generators.get(id(generator)), generator.initial_seed()
+        if cpu_generator is None or cpu_generator.initial_seed() != seed:
+            cpu_generator = self.generators[id(generator)] = torch.Generator().manual_seed(seed)
+        return cpu_generator
 
 
 def _is_view(func: Any) -> bool:
@@ -223,10 +223,10 @@ def _attention_gradients(grad, query, key, value, bias, causal, scale) -> tuple[
     grad = grad.float()
     slopes = grad @ value.float().transpose(-1, -2)
     slopes = p * (slopes - (slopes * p).sum(dim=-1, keepdim=True)) * scale
-    of_query = slopes @ key.float()
+    query_gradient = slopes @ key.float()
     others = slopes.transpose(-1, -2) @ query.float(), p.transpose(-1, -2) @ grad
-    of_key, of_value = (x.unflatten(1, (heads, groups)).sum(dim=2) for x in others)
-    return tuple(gradient.to(query.dtype) for gradient in (of_query, of_key, of_value))
+    key_gradient, value_gradient = (x.unflatten(1, (heads, groups)).sum(dim=2) for x in others)
+    return tuple(gradient.to(query.dtype) for gradient in (query_gradient, key_gradient, value_gradient))
 
 
 def _flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
@@ -293,7 +293,7 @@ KERNELS = {
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Compiled functions run, and their plain definitions compute the values
+# Compiled functions, which run on the null GPU while their plain definitions compute the values
 
 
 def without_values(native: Callable, *args: Any, **kwargs: Any) -> None:
@@ -316,9 +316,8 @@ def replace_attention(attention: Any) -> None:
     compiled, varlen = attention._flex, attention._varlen
 
     def flex(device_type: str) -> Callable:
-        def call(query, key, value, block_mask, scale, enable_gqa):
-            options = {"block_mask": block_mask, "scale": scale, "enable_gqa": enable_gqa}
-            without_values(compiled(device_type), query, key, value, **options)
+        def call(query, key, value, block_mask, scale):
+            without_values(compiled(device_type), query, key, value, block_mask=block_mask, scale=scale)
             at = torch.arange(query.shape[2], device=query.device)
             mask = block_mask.mask_mod(at.new_zeros(()), at.new_zeros(()), at[:, None], at[None])
             return _dense(query, key, value, mask, scale)
@@ -336,7 +335,8 @@ def replace_attention(attention: Any) -> None:
 
 
 def compile_attention(attention: Any) -> None:
-    """Let torch compile layers.attention's flex_attention, which it does not do in a dispatch mode. Gives no values."""
+    """Let torch compile layers.attention's flex_attention, which it does not do in a dispatch mode.
+    The result has no values."""
     compiled = attention._flex
 
     def flex(device_type: str) -> Callable:
@@ -390,7 +390,7 @@ def add_vllm_kernels(vllm: Any) -> None:
 
 
 def find_null_gpu(system_utils: Any) -> None:
-    """Let vLLM find the null GPU's runtime. It looks for a path, and packages load NVIDIA's runtime too."""
+    """Let vLLM find the null GPU's runtime by its path, although packages load NVIDIA's runtime too."""
     find = system_utils.find_loaded_library
 
     def find_preloaded(name: str) -> str | None:

@@ -1,6 +1,8 @@
-"""Lets SGLang serve on a CPU without its kernels, whose build for CPUs is not on PyPI: `sgl_kernel` next to this file
-stands in. torchvision from PyPI is built against CUDA, too: tests/vllm_env has what helps. On PYTHONPATH this file is
-run by every Python process before anything else, so also by those that SGLang starts.
+"""Start-up code that lets SGLang serve on a CPU without its compiled kernels.
+
+SGLang's CPU kernels are not on PyPI; the `sgl_kernel` next to this file replaces them. PyPI's torchvision is built for
+CUDA; tests/vllm_env/sitecustomize.py, which is run from here, works around that. With this folder on PYTHONPATH, every
+Python process runs this file before anything else, including the processes that SGLang starts.
 """
 
 import importlib.abc
@@ -14,7 +16,7 @@ sys.modules["_torchvision"] = importlib.util.module_from_spec(_torchvision)
 _torchvision.loader.exec_module(sys.modules["_torchvision"])
 
 
-class _StandIn(importlib.abc.MetaPathFinder):
+class _OperatorInstaller(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name == "sglang":
             sys.meta_path.remove(self)
@@ -25,4 +27,4 @@ class _StandIn(importlib.abc.MetaPathFinder):
         return None
 
 
-sys.meta_path.insert(0, _StandIn())
+sys.meta_path.insert(0, _OperatorInstaller())

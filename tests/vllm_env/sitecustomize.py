@@ -1,8 +1,8 @@
-"""Lets torchvision from PyPI, which is built against CUDA, be imported beside a CPU build of torch.
+"""An import hook with which torchvision from PyPI, built for CUDA, can be imported with a CPU build of torch.
 
-vLLM imports torchvision, and torchvision's Python part wants two operators that its CUDA library would have defined.
-Declaring their schemas is enough: nothing in this project calls them. On PYTHONPATH this file is run by every Python
-process before anything else, so also by the ones that vLLM starts to look at models and by its workers.
+vLLM imports torchvision, whose Python code needs two operators that its CUDA library would define. Declaring their
+schemas is enough, because nothing in this project calls them. With this folder on PYTHONPATH, every Python process runs
+this file first, including the processes in which vLLM inspects models, and its workers.
 """
 
 import importlib.abc
@@ -18,7 +18,7 @@ class _Declare(importlib.abc.MetaPathFinder):
             library = torch.library.Library("torchvision", "DEF")
             for operator in ("nms", "qnms"):
                 library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            _Declare.library = library  # kept alive: the declarations go with it
+            _Declare.library = library  # keep a reference: deleting the library removes the declarations
         return None
 
 

@@ -1,5 +1,87 @@
-// Filters, order, search and keys of the gallery. The cards are in the HTML: this only hides, sorts and focuses them.
+// Curves: the values at the pointer's step, and other x axes. The lines are in the HTML, with x = step / last step.
 "use strict";
+(() => {
+  const curves = document.querySelector(".curves");
+  if (!curves) return;
+  const rows = JSON.parse(curves.dataset.rows); // step, tokens and seconds of each row
+  const steps = rows.map((row) => row[0]);
+  const last = Math.max(1, steps.at(-1));
+  const axis = document.querySelector(".axis");
+  const select = axis.querySelector("select");
+  let positions = steps; // of each row on the chosen axis
+
+  // Return the x of a step on the chosen axis, from 0 to 1
+  function place(step) {
+    if (positions === steps || steps.length < 2) return step / last;
+    const next = Math.max(1, steps.findIndex((x) => x >= step));
+    const part = (step - steps[next - 1]) / (steps[next] - steps[next - 1]);
+    return (positions[next - 1] + part * (positions[next] - positions[next - 1])) / positions.at(-1);
+  }
+
+  // Return round numbers from 0 to `end`, as axis_ticks in plots.py
+  function ticks(end) {
+    const power = 10 ** Math.floor(Math.log10(end / 2));
+    const size = power * (end > 10 * power ? 5 : end > 5 * power ? 2 : 1);
+    return Array.from({ length: Math.floor(end / size + 1e-6) + 1 }, (_, i) => i * size);
+  }
+
+  const lines = [...curves.querySelectorAll("polyline, polygon")].map((line) => [
+    line,
+    line.getAttribute("points").split(" ").map((point) => point.split(",")),
+  ]);
+  const labels = [...curves.querySelectorAll("svg .x")].map((group) => [group, [...group.children]]);
+
+  function draw() {
+    const column = select.selectedIndex;
+    let sum = 0;
+    positions = column ? rows.map((row) => (sum += (row[column] ?? 0) / (column === 2 ? 60 : 1))) : steps;
+    for (const [line, points] of lines) {
+      line.setAttribute("points", points.map(([x, y]) => `${place(x * last).toFixed(4)},${y}`).join(" "));
+    }
+    for (const [group, texts] of labels) {
+      const other = column ? ticks(sum) : [];
+      const added = other.map((value) => {
+        const text = texts[0].cloneNode();
+        text.setAttribute("x", (400 * value) / sum);
+        text.textContent = value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
+        return text;
+      });
+      group.replaceChildren(...(column ? added : texts));
+    }
+  }
+
+  for (const figure of curves.querySelectorAll("figure")) {
+    const [svg, output, cursor] = ["svg", "output", ".cursor"].map((name) => figure.querySelector(name));
+    const shown = [...figure.querySelectorAll(".legend li")].map((item) => {
+      const b = item.querySelector("b");
+      return { b, newest: b.textContent, steps: JSON.parse(item.dataset.steps), values: JSON.parse(item.dataset.values) };
+    });
+    const all = shown.flatMap((line) => line.steps);
+    const nearest = (steps, x) =>
+      steps.reduce((best, step) => (Math.abs(place(step) - x) < Math.abs(place(best) - x) ? step : best));
+    svg.addEventListener("pointermove", (event) => {
+      const box = svg.getBoundingClientRect();
+      const step = nearest(all, (((event.clientX - box.left) / box.width) * 452 - 44) / 400);
+      output.value = `step ${Math.round(step)}`;
+      cursor.setAttribute("transform", `translate(${400 * place(step)})`);
+      cursor.setAttribute("visibility", "visible");
+      for (const { b, steps, values } of shown) {
+        const own = nearest(steps, place(step));
+        b.textContent = values[steps.indexOf(own)] + (own === step ? "" : ` (step ${Math.round(own)})`);
+      }
+    });
+    svg.addEventListener("pointerleave", () => {
+      output.value = "";
+      cursor.setAttribute("visibility", "hidden");
+      for (const { b, newest } of shown) b.textContent = newest;
+    });
+  }
+  for (const column of [1, 2]) select.options[column].disabled = !rows.some((row) => row[column] > 0);
+  select.addEventListener("change", draw);
+  axis.hidden = false;
+})();
+
+// Filters, order, search and keys of the gallery. The cards are in the HTML: this only hides, sorts and focuses them.
 (() => {
   const gallery = document.getElementById("gallery");
   if (!gallery) return;
@@ -124,7 +206,7 @@
     const all = [...cards.map((card) => card.dataset), ...Object.values(others).flat()];
     const n = all.filter((facts) => passes(facts, button.dataset.show)).length;
     button.querySelector(".count").textContent = n.toLocaleString("en");
-    button.disabled = n === 0;
+    button.hidden = button.disabled = n === 0;
     button.addEventListener("click", () => choose(button.dataset.show));
   }
   const changed = () => (update(), write());

@@ -1,7 +1,8 @@
 """Python runs this file at the start of every process that has this folder on PYTHONPATH. It makes operations on the
 null GPU compute values (see ../values.py).
 
-NULL_GPU_VALUES_MIB: operations on more memory than this are not computed (default: inf, all are).
+NULL_GPU_VALUES_MIB: values of operations on more memory than this, in MiB, are not computed (default: inf, compute
+all).
 """
 
 import importlib.abc

@@ -1,34 +1,34 @@
-"""Stands in for SGLang's kernels: every name is there, and says which one it is when it is called.
+"""A stand-in for SGLang's kernels: every name exists, and raises an error with its name when it is called.
 
-What SGLang computes on a CPU with --attention-backend torch_native and --sampling-backend pytorch is plain torch.
+With --attention-backend torch_native and --sampling-backend pytorch, SGLang computes with plain torch on a CPU.
 """
 
 from collections.abc import Callable
 
 __version__ = "0.0.0"
 
-# Operators that SGLang looks for, and does without
+# Operators that SGLang looks for but does not need
 OPTIONAL = {"fused_qk_norm_cpu", "fused_qk_norm_rope_cpu"}
 
 
-def missing(name: str) -> Callable:
-    def wanted(*args, **more):
-        raise NotImplementedError(f"SGLang wants {name}, of which tests/sglang_env has no more than the name")
+def make_stub(name: str) -> Callable:
+    def raise_error(*args, **kwargs):
+        raise NotImplementedError(f"SGLang called {name}, which tests/sglang_env does not implement")
 
-    wanted.__name__ = wanted.__qualname__ = name
-    return wanted
+    raise_error.__name__ = raise_error.__qualname__ = name
+    return raise_error
 
 
 def __getattr__(name: str) -> Callable:
     if name.startswith("__"):
         raise AttributeError(name)
-    return missing(f"sgl_kernel.{name}")
+    return make_stub(f"sgl_kernel.{name}")
 
 
 class Operators:
-    """torch.ops.sgl_kernel, with those for CPUs: of any other SGLang looks whether it is there."""
+    """A stand-in for torch.ops.sgl_kernel with its CPU operators; SGLang checks whether the others exist."""
 
     def __getattr__(self, name: str) -> Callable:
         if not name.endswith("_cpu") or name in OPTIONAL:
             raise AttributeError(name)
-        return missing(f"torch.ops.sgl_kernel.{name}")
+        return make_stub(f"torch.ops.sgl_kernel.{name}")
