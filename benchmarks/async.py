@@ -46,7 +46,7 @@ Columns:
 speed       steps in the same time, relative to colocated and to K=0
 tokens/s    trained response tokens per second and GPU of both kinds: the speed if trained lengths differ
 idle        1 - the fraction of the time that GPUs train, or that a server has something to sample; syncs count as idle
-staleness   weights versions between sampling a token and training on it, averaged over trained tokens
+staleness   weight versions between sampling a token and training on it, averaged over trained tokens
 again       tokens of responses that are prefilled again, over tokens sampled
 dropped     tokens of dropped groups, over tokens sampled
 length      mean length of trained responses over that of all prompts' responses, minus 1
@@ -75,7 +75,7 @@ from packing import flop_costs, group_flops  # noqa: E402
 from report.run_files import write_text  # noqa: E402
 from utils import run_script  # noqa: E402
 
-PARAMETERS = 8.29e9  # of Qwen2.5-VL-7B, as its checkpoint has them
+PARAMETERS = 8.29e9  # in the checkpoint of Qwen2.5-VL-7B
 PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
 CALCULATOR = (1, 1, 3, 4, 7, 12, 19, 28, 35, 37, 37)  # tokens at these percentiles
 
@@ -87,21 +87,21 @@ class Lengths(NamedTuple):
     z: Sequence[float]
     log_length: Sequence[float]
     cap: int
-    of_prompt: float  # fraction of the variance that comes from the prompt
+    prompt_share: float  # fraction of the variance that comes from the prompt
 
     def draw(self, rng: np.random.Generator, n: int, samples: int) -> np.ndarray:
-        own = rng.normal(size=(n, samples)) * (1 - self.of_prompt) ** 0.5
-        z_NG = rng.normal(size=(n, 1)) * self.of_prompt**0.5 + own
+        own_z = rng.normal(size=(n, samples)) * (1 - self.prompt_share) ** 0.5
+        z_NG = rng.normal(size=(n, 1)) * self.prompt_share**0.5 + own_z
         return np.clip(np.exp(np.interp(z_NG, self.z, self.log_length)), 1, self.cap).astype(np.int64)
 
 
-def lognormal(source: str, median: float, sigma: float, cap: int, of_prompt: float) -> Lengths:
-    return Lengths(source, (-8, 8), (log(median) - 8 * sigma, log(median) + 8 * sigma), cap, of_prompt)
+def lognormal(source: str, median: float, sigma: float, cap: int, prompt_share: float) -> Lengths:
+    return Lengths(source, (-8, 8), (log(median) - 8 * sigma, log(median) + 8 * sigma), cap, prompt_share)
 
 
-def measured(source: str, quantiles: Sequence[float], stretch: float, of_prompt: float) -> Lengths:
+def measured(source: str, quantiles: Sequence[float], stretch: float, prompt_share: float) -> Lengths:
     z = [NormalDist().inv_cdf(min(max(p / 100, 1e-6), 1 - 1e-6)) for p in PERCENTILES]
-    return Lengths(source, z, [log(stretch * q) for q in quantiles], round(stretch * quantiles[-1]), of_prompt)
+    return Lengths(source, z, [log(stretch * q) for q in quantiles], round(stretch * quantiles[-1]), prompt_share)
 
 
 LENGTHS = {
@@ -175,7 +175,7 @@ class Engine(NamedTuple):
         return j * self.overhead + bound * self.compute * n + memory
 
 
-COSTS = flop_costs(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B))  # a third of an update's with a frozen tower
+COSTS = flop_costs(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B))  # a third of an update with a frozen tower
 FORWARD = flop_costs(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B), vision=1)
 KV_BYTES = 2 * 2 * 28 * 4 * 128  # per token: keys and values, bf16, layers, heads, head size
 
@@ -206,10 +206,10 @@ class Work(NamedTuple):
     update_N: np.ndarray  # FLOPs of a group's update
 
 
-def draw_work(lengths: Lengths, prompts: int, samples: int, rounds: int, seed: int) -> Work:
+def draw_work(lengths: Lengths, prompts: int, samples: int, batches: int, seed: int) -> Work:
     """Return random groups, with prompts and images as in benchmarks/balance.py."""
     rng = np.random.default_rng(seed)
-    n = prompts * rounds
+    n = prompts * batches
     length_NG = lengths.draw(rng, n, samples)
     prompt_N = np.clip(np.exp(rng.normal(np.log(361), 0.5, n)), 109, 1247).astype(np.int64)
     image_N = (prompt_N * rng.uniform(0.2, 0.9, n)).astype(np.int64)
@@ -233,7 +233,7 @@ class Requests(NamedTuple):
     done: np.ndarray  # tokens sampled so far
     live: np.ndarray  # whether its KV cache is in its server
     versions: np.ndarray  # sum over its tokens of the versions that sampled them
-    oldest: np.ndarray  # of these versions
+    oldest: np.ndarray  # oldest of these versions
     finished: np.ndarray  # time; inf if it is not finished
 
     def take(self, rows: np.ndarray) -> "Requests":
@@ -281,26 +281,26 @@ class Projection:
 
     def __init__(self, requests: Requests, work: Work, engine: Engine, servers: int, now: float):
         self.order = np.argsort(requests.server, kind="stable")
-        one = requests.take(self.order)
-        rows = one.group % len(work.prompt_N)
-        remaining = one.length - one.done
-        self.start_R = start_iterations(one.server, remaining, engine.slots)
+        queue = requests.take(self.order)
+        rows = queue.group % len(work.prompt_N)
+        remaining = queue.length - queue.done
+        self.start_R = start_iterations(queue.server, remaining, engine.slots)
         # the first request of a group that needs the prompt prefills it
-        cold = np.flatnonzero(~one.live)
+        cold = np.flatnonzero(~queue.live)
         first = np.zeros(len(rows), bool)
-        first[cold[np.unique(one.group[cold], return_index=True)[1]]] = True
+        first[cold[np.unique(queue.group[cold], return_index=True)[1]]] = True
         prompt = work.prompt_N[rows]
-        again = np.where(one.live, 0, COSTS.token * one.done + COSTS.pair * one.done * (prompt + one.done / 2))
+        again = np.where(queue.live, 0, COSTS.token * queue.done + COSTS.pair * queue.done * (prompt + queue.done / 2))
         prefill_R = engine.flop * (again + np.where(first, work.prefill_N[rows], 0.0))
-        self.again = int(one.done[cold].sum())
+        self.again = int(queue.done[cold].sum())
 
         # each start and each end is an event; within an iteration the ends come first
         n = len(rows)
-        server = np.concatenate([one.server, one.server])
+        server = np.concatenate([queue.server, queue.server])
         iteration = np.concatenate([self.start_R, self.start_R + remaining])
         sign = np.repeat([1, -1], n)
         events = np.lexsort((np.arange(2 * n), sign, iteration, server))
-        offset_R = prompt + one.done - self.start_R  # context = offset + iteration
+        offset_R = prompt + queue.done - self.start_R  # context = offset + iteration
         self.server, self.iteration = server[events], iteration[events]
         self.running = np.cumsum(sign[events])
         self.offset = np.cumsum((sign * np.tile(offset_R, 2))[events])
@@ -326,7 +326,7 @@ class Projection:
         finish_R[events[ends] - n] = self.time[ends]
         self.finished = np.empty(n)
         self.finished[self.order] = finish_R
-        self.remaining_R, self.server_R, self.finish_R = remaining, one.server, finish_R
+        self.remaining_R, self.server_R, self.finish_R = remaining, queue.server, finish_R
 
     def seconds(self, iterations: np.ndarray, at) -> np.ndarray:
         running = self.running[at]
@@ -400,11 +400,11 @@ def simulate(work: Work, mode: Mode, engine: Engine, times: Times, steps: int, w
     sent = ahead * work.prompts
     now, began = 0.0, 0.0
     total = dict.fromkeys(("sampled", "trained", "thrown"), 0)
-    kept = dict.fromkeys("train busy stale trained sampled again thrown responses gone gone_tokens".split(), 0.0)
+    sums = dict.fromkeys("train busy stale trained sampled again thrown responses gone gone_tokens".split(), 0.0)
     oldest = 0
     for step in range(steps):
         if step == warmup:
-            began, kept = now, dict.fromkeys(kept, 0.0)
+            began, sums = now, dict.fromkeys(sums, 0.0)
         open_R = np.isinf(requests.finished)
         projection = Projection(requests.take(open_R), work, engine, times.servers, now)
         finished = requests.finished.copy()
@@ -418,13 +418,13 @@ def simulate(work: Work, mode: Mode, engine: Engine, times: Times, steps: int, w
         if mode.in_flight == "wait":
             cut = max(cut, finished.max())
 
-        got = np.zeros(len(open_R), np.int64)
-        got[open_R] = projection.sampled(cut)
-        done = requests.done + got
+        new_tokens = np.zeros(len(open_R), np.int64)
+        new_tokens[open_R] = projection.sampled(cut)
+        done = requests.done + new_tokens
         requests = requests._replace(
             done=done,
-            versions=requests.versions + step * got,
-            oldest=np.where(got > 0, np.minimum(requests.oldest, step), requests.oldest),
+            versions=requests.versions + step * new_tokens,
+            oldest=np.where(new_tokens > 0, np.minimum(requests.oldest, step), requests.oldest),
             finished=np.where(finished <= cut, finished, np.inf),
             live=(done > 0) & (mode.in_flight != "abort"),
         )
@@ -440,9 +440,9 @@ def simulate(work: Work, mode: Mode, engine: Engine, times: Times, steps: int, w
         requests = send(requests, work, range(sent, sent + n_new), times.servers)
         sent += n_new
 
-        counts = {"sampled": got.sum(), "trained": trained.done.sum(), "thrown": thrown.done.sum()}
+        counts = {"sampled": new_tokens.sum(), "trained": trained.done.sum(), "thrown": thrown.done.sum()}
         total = {key: total[key] + int(n) for key, n in counts.items()}
-        more = counts | {
+        step_sums = counts | {
             "train": seconds,
             "busy": (np.minimum(projection.busy_until, cut) - now).sum() / times.servers,
             "stale": (step * trained.done - trained.versions).sum(),
@@ -451,23 +451,23 @@ def simulate(work: Work, mode: Mode, engine: Engine, times: Times, steps: int, w
             "gone": len(thrown.done),
             "gone_tokens": thrown.length.sum(),
         }
-        kept = {key: value + more[key] for key, value in kept.items()}
+        sums = {key: value + step_sums[key] for key, value in sums.items()}
         now = cut + times.pause
     time = now - began
-    mean = kept["trained"] / kept["responses"]
-    everyone = (kept["trained"] + kept["gone_tokens"]) / (kept["responses"] + kept["gone"])
-    used = (kept["train"] + kept["busy"]) / time
+    mean = sums["trained"] / sums["responses"]
+    mean_of_all = (sums["trained"] + sums["gone_tokens"]) / (sums["responses"] + sums["gone"])
+    busy_share = (sums["train"] + sums["busy"]) / time
     return {
         "seconds": time / (steps - warmup),
-        "train_seconds": kept["train"] / (steps - warmup),
-        "tokens": kept["trained"] / time,
-        "trainer_idle": 1 - (used if mode.colocated else kept["train"] / time),
-        "server_idle": 1 - (used if mode.colocated else kept["busy"] / time),
-        "staleness": kept["stale"] / kept["trained"],
+        "train_seconds": sums["train"] / (steps - warmup),
+        "tokens": sums["trained"] / time,
+        "trainer_idle": 1 - (busy_share if mode.colocated else sums["train"] / time),
+        "server_idle": 1 - (busy_share if mode.colocated else sums["busy"] / time),
+        "staleness": sums["stale"] / sums["trained"],
         "max_staleness": oldest,
-        "again": kept["again"] / kept["sampled"],
-        "dropped": kept["thrown"] / kept["sampled"],
-        "length": mean / everyone - 1,
+        "again": sums["again"] / sums["sampled"],
+        "dropped": sums["thrown"] / sums["sampled"],
+        "length": mean / mean_of_all - 1,
         **total,
         "left": int(requests.done.sum()),
     }
@@ -480,10 +480,10 @@ def try_split(work: list[Work], mode: Mode, args: argparse.Namespace, gpus: int,
     trainers = gpus if mode.colocated else gpus - servers * machine.tp
     if trainers * machine.memory * 1e9 < 16 * PARAMETERS:  # weights, gradients and Adam's moments
         return None
-    context = fmean(float(one.prompt_N.mean() + one.length_NG.mean()) for one in work)
+    context = fmean(float(seed_work.prompt_N.mean() + seed_work.length_NG.mean()) for seed_work in work)
     pause = machine.wake if mode.colocated else machine.sync_seconds()
     times = Times(servers, trainers, machine.peak * 1e12 * machine.mfu, machine.step, pause)
-    rows = [simulate(one, mode, engine(machine, context), times, args.steps, args.warmup) for one in work]
+    rows = [simulate(seed_work, mode, engine(machine, context), times, args.steps, args.warmup) for seed_work in work]
     mean = {key: fmean(row[key] for row in rows) for key in rows[0]}
     mean["max_staleness"] = max(row["max_staleness"] for row in rows)
     seeds = [float(row["seconds"]) for row in rows]
@@ -510,11 +510,11 @@ def best_split(work: list[Work], mode: Mode, args: argparse.Namespace, gpus: int
         for way in (1, -1):
             while seconds(best + way) < seconds(best):
                 best += way
-    found = [row for row in tried.values() if row]
+    possible = [row for row in tried.values() if row]
     memory = f"--gpus {gpus} of --memory {args.machine.memory:g} GB cannot hold the trainer and a server"
-    need(bool(found), f"{memory}; the trainer needs {16 * PARAMETERS / 1e9:.0f} GB; use more GPUs")
-    best_row = min(found, key=lambda row: row["seconds"])
-    return best_row | {"tried": {row["eighths"]: row["seconds"] for row in found}}
+    need(bool(possible), f"{memory}; the trainer needs {16 * PARAMETERS / 1e9:.0f} GB; use more GPUs")
+    best_row = min(possible, key=lambda row: row["seconds"])
+    return best_row | {"tried": {row["eighths"]: row["seconds"] for row in possible}}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -523,8 +523,8 @@ def best_split(work: list[Work], mode: Mode, args: argparse.Namespace, gpus: int
 
 def assumptions(args: argparse.Namespace) -> list[str]:
     lines = ["Assumptions", ""]
-    for name, one in Machine.__dataclass_fields__.items():
-        lines.append(f"--{name.replace('_', '-'):10} {getattr(args.machine, name):>7g}  {one.metadata['note']}")
+    for name, item in Machine.__dataclass_fields__.items():
+        lines.append(f"--{name.replace('_', '-'):10} {getattr(args.machine, name):>7g}  {item.metadata['note']}")
     lines += [
         "",
         f"model      Qwen2.5-VL-7B, {PARAMETERS / 1e9:g}e9 parameters, bf16, all but the tower trained; FLOPs by "
@@ -616,9 +616,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--json", type=Path, help="file to write all figures to")
     p.add_argument("--plot", type=Path, help="PNG file to write: speed over GPUs")
     machine = p.add_argument_group("the machine")
-    for name, one in Machine.__dataclass_fields__.items():
-        kind = type(one.default)
-        machine.add_argument(f"--{name.replace('_', '-')}", type=kind, default=one.default, help=one.metadata["note"])
+    for name, item in Machine.__dataclass_fields__.items():
+        kind = type(item.default)
+        machine.add_argument(f"--{name.replace('_', '-')}", type=kind, default=item.default, help=item.metadata["note"])
     args = p.parse_args(argv)
     if args.short:
         args = p.parse_args([*SHORT.split(), *(sys.argv[1:] if argv is None else argv)])
@@ -637,15 +637,15 @@ def main(args: argparse.Namespace) -> None:
         near: dict[str, int] = {}
         for gpus in sorted(args.gpus):
             prompts = args.prompts if scaling == "strong" else args.prompts_per_gpu * gpus
-            rounds = args.steps + max(mode.k for mode in MODES) + 1
-            work = [draw_work(LENGTHS[lengths], prompts, args.samples, rounds, seed) for seed in range(args.seeds)]
+            batches = args.steps + max(mode.k for mode in MODES) + 1
+            work = [draw_work(LENGTHS[lengths], prompts, args.samples, batches, seed) for seed in range(args.seeds)]
             by_mode: dict[str, dict] = {}
             for mode in MODES:
                 keep = scaling == "weak" and gpus > 128
-                found = best_split(work, mode, args, gpus, near.get(mode.name), keep)
-                near[mode.name] = found["eighths"]
+                best = best_split(work, mode, args, gpus, near.get(mode.name), keep)
+                near[mode.name] = best["eighths"]
                 case = {"lengths": lengths, "scaling": scaling, "gpus": gpus, "prompts": prompts}
-                by_mode[mode.name] = case | {"samples": args.samples, "mode": mode.name} | found
+                by_mode[mode.name] = case | {"samples": args.samples, "mode": mode.name} | best
             for row in by_mode.values():
                 row["vs_colocated"] = by_mode["colocated"]["seconds"] / row["seconds"]
                 row["vs_k0"] = by_mode["K=0"]["seconds"] / row["seconds"]

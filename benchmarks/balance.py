@@ -11,16 +11,16 @@ multifit   first-fit decreasing at the smallest capacity that bisection finds
 arrival    consecutive slices of N / k sequences
 by tokens  our method, given the token counts instead of the FLOPs
 bound      the best value that any partition can reach, as the longest sequence can exceed the mean bin
-Cells are max / mean - 1 of FLOPs, worst of --seeds, and milliseconds: minimum of --repeats interleaved runs, worst of
---seeds.
+Each cell is max / mean - 1 of FLOPs (worst of --seeds), and milliseconds (minimum of --repeats interleaved runs, worst
+of --seeds).
 
 Lengths are as in geo3k: prompts of 109-1247 tokens, median 361, 20-90% of them image tokens; log-normal responses,
 median 326, at most 2048; groups of 8 share a prompt. Each sequence has its own copy of prompt and image. FLOPs are
 those of Qwen2.5-VL-7B.
 
 The second table divides the groups of a step over ranks: 512 prompts with 5 responses each; half of the variance of
-their log-lengths comes from the prompt. A group's prompt and images count once. Cells are max / mean of FLOPs over
-ranks, worst of --seeds:
+their log-lengths comes from the prompt. A group's prompt and images count once. Each cell is max / mean of FLOPs
+over ranks, worst of --seeds:
 of the step    summed over its minibatches
 of a minibatch the worst minibatch; ranks wait for each other at the end of each, so this one costs time
 stride         rank r gets every n-th group, starting with group r
@@ -75,7 +75,7 @@ def groups_like_geo3k(n: int, seed: int, samples: int = 5) -> list[float]:
 
 
 def lpt(costs: list[float], k: int) -> list[list[int]]:
-    """Return k bins of indices: longest processing time first."""
+    """Return k bins of indices, filled by the rule longest processing time first."""
     bins: list[list[int]] = [[] for _ in range(k)]
     heap = [(0.0, b) for b in range(k)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):

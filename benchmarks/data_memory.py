@@ -1,4 +1,4 @@
-"""Memory and time of reading data: does it grow with the size of the file?
+"""Memory and time for reading data, for files of different sizes.
 
     python benchmarks/data_memory.py                              # 512 and 2048 MiB, in a temporary folder
     python benchmarks/data_memory.py --mib 64 --keep out/data    # smaller; the files stay for another run
@@ -7,9 +7,11 @@ Each file is written by prepare_data.py and has one noise image per row, JPEG or
 process without torch reads and checks all rows; then 4 threads decode --batches batches of 16 random rows, as in
 training. All figures are of that process:
 
-    start     resident memory after imports
-    peak      largest resident memory
-    ms a row  time to read a row's bytes, without decoding, of rows that were not read before
+    start            resident memory after imports
+    after the check  largest resident memory until all rows are checked
+    peak             largest resident memory
+    check            time to read and check all rows
+    ms per row       mean time to read the bytes of a row that was not read before, without decoding
 """
 
 import argparse
@@ -94,7 +96,7 @@ def main() -> None:
         print(json.dumps(measure(args.measure, args.batches)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        print("file, MiB | rows | start, MiB | after the check, MiB | peak, MiB | check, s | ms a row")
+        print("file, MiB | rows | start, MiB | after the check, MiB | peak, MiB | check, s | ms per row")
         for mib in args.mib:
             file = (args.keep or Path(folder)) / f"noise_{mib}.parquet"
             if not file.exists():

@@ -1,11 +1,12 @@
-"""Cost of multi-turn episodes: with a slow environment, and with prompts that are computed again in each turn.
+"""Cost of multi-turn episodes with a slow environment, and with prompts that are recomputed in each turn.
 
     OMP_NUM_THREADS=1 python benchmarks/episodes.py            # a toy model with random weights
 
-1. 32 episodes of four turns, in one of which the environment sleeps in each turn. When do the other episodes end, with
-   and without the sleep, and when do all end? With a barrier in each turn all 32 would take as long as the slow one.
-2. The same episodes, but the engine computes the whole prompt again in each turn, as with a chat API, instead of
-   continuing from its KV cache.
+1. 32 episodes of four turns; in one episode, the environment sleeps in each turn. The benchmark measures when the other
+   episodes and all episodes end, with and without the sleep. With a barrier in each turn all 32 would take as long as
+   the slow one.
+2. The same episodes, but the engine recomputes the whole prompt in each turn, as with a chat API, instead of continuing
+   from its KV cache.
 """
 
 import argparse

@@ -1,9 +1,8 @@
 """First checks on a new GPU: does README's command run, are the results right, how fast is it? No network is used.
 
-    python benchmarks/gpu.py                                  # all parts in 9 minutes, on one GPU
-    python benchmarks/gpu.py --only start,correct             # or in three calls, so that each part gets more time
-    python benchmarks/gpu.py --only head,update
-    python benchmarks/gpu.py --only memory,sync,waits
+    python benchmarks/gpu.py                                  # all parts in 14 minutes, on one GPU
+    python benchmarks/gpu.py --only start,correct             # or in two calls: these parts first,
+    python benchmarks/gpu.py --only head,update,memory,sync,waits  # then the others
     python benchmarks/gpu.py --short                          # tiny shapes; works on a CPU too, in a few minutes
 
 The results file (--json) keeps the parts of earlier calls if the machine, the packages and the code are the same.
@@ -13,28 +12,29 @@ Parts, the most important first:
 1  start    README's commands on a random model with the width, heads and vocabulary of Qwen2.5-VL-3B but 4 layers:
             prepare_data.py, train.py for 2 steps and resumed for a third, eval.py, merge_lora.py
 2  correct  tests marked gpu, tests/test_kernels.py, and train.py on toy models for 3 steps: every --attn and --kernel,
-            LoRA, PPO, recomputation, a trained tower, a reference, and others
+            LoRA, PPO, gradient checkpointing, a trained vision tower, a reference, and others
 3  head     the policy head at 16384 tokens x 3584 x 152064, against other implementations that are installed
 4  update   the update of Qwen2.5-VL-3B, and of 7B with LoRA, on 32 prompts x 8 responses of geo3k-like lengths: packed
-            with shared prefixes, and packed without
+            with shared prefixes; the same with --compile; packed without shared prefixes, with --compile
 5  memory   the peak memory of updates, against the table of docs/hardware.md
 6  sync     the weight sync, from the trainer to an engine in the same process
 7  waits    how often a micro-batch of train.update_policy makes the host wait for the GPU
 
 A part runs in child processes. If one crashes, hangs or runs out of memory, its row holds the error and the other parts
-still run. Each part has a number of seconds reserved for it, which earlier parts cannot use; it also gets the time that
-they left unused. Results are written to --json after each row, and printed at the end as rows for RESULTS.md. The exit
-code is 1 if anything failed or ran out of time. Without a GPU nothing starts, except with --short.
+still run. Each part has a number of seconds reserved for it, which earlier parts cannot use. If --minutes is too short
+for all parts, each gets a proportional share. A part also gets the time that earlier parts left unused. Results are
+written to --json after each row, and printed at the end as rows for RESULTS.md. The exit code is 1 if anything failed
+or ran out of time. Without a GPU nothing starts, except with --short.
 
 Needs torch >= 2.11, triton >= 3.6, transformers >= 5.17 (5.17 also needs torchvision), safetensors, numpy, pillow,
 pyarrow, tqdm and pytest; missing packages are listed. vllm, trl and liger-kernel are used if installed.
 
 Tokens/s are response tokens trained on. MFU is the model's FLOPs by packing.flop_costs, divided by the time and the
-datasheet's dense bf16 rate. The FLOPs are one forward, two more for the backward (one with LoRA, whose base weights are
-frozen), the forward of the frozen tower, and attention over visible pairs; recomputation does not count. Copies of
-a prompt count if the update computes them; the column "MFU, prompts once" counts each prompt once. Image features are
-not cached between updates. An update is timed as a whole, optimizer step included, after a warm-up on its largest and
-its smallest micro-batch. The time of the policy head is the minimum over its runs.
+datasheet's dense bf16 rate. The FLOPs are one forward pass, two more for the backward pass (one with LoRA, whose base
+weights are frozen), the forward pass of the frozen tower, and attention over visible pairs; recomputation is not
+counted. Copies of a prompt count if the update computes them; the column "MFU, prompts once" counts each prompt once.
+Image features are not cached between updates. An update is timed as a whole, optimizer step included, after a warm-up
+on its largest and its smallest micro-batch. The time of the policy head is the minimum over its runs.
 """
 
 import argparse
@@ -69,9 +69,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 NEEDED = "torch triton transformers safetensors numpy pillow pyarrow tqdm pytest".split()
 OPTIONAL = "torchvision trl liger-kernel math-verify vllm flash-attn".split()
 PATIENCE = 100  # a child without a new row for this many seconds counts as hung
-PEAK_TFLOPS = {  # dense bf16, datasheets
-    "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "B200": 2250,
-}
 HIDDEN = ("tail", "failures", "flags", "skipped tests", "self-test", "first s", "graphs")  # not in tables
 Row = dict[str, Any]
 
@@ -82,7 +79,8 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--only", default="", help="comma-separated names or numbers of parts (default: all)")
     p.add_argument("--json", type=Path, default=Path("out/gpu.json"), help="results file, written row by row")
     p.add_argument("--short", "--toy", dest="toy", action="store_true", help="tiny shapes, on a GPU or a CPU")
-    p.add_argument("--minutes", type=float, default=8.8, help="total time limit (default: 8.8)")
+    p.add_argument("--minutes", type=float, default=14, help="total time limit (default: 14)")
+    p.add_argument("--profile", type=Path, help="folder for tables of the slowest operations of each update")
     # For the tests: "correct:crash,waits:hang" makes the children of one part crash and those of another hang
     p.add_argument("--break", dest="broken", default="", help=argparse.SUPPRESS)
     for flag, kind, default in (("child", str, None), ("cases", str, ""), ("rows", Path, None), ("level", int, 0)):
@@ -110,12 +108,12 @@ class Report:
         old = json.loads(self.path.read_text())
         same = all(old.get(key) == self.data[key] for key in ("toy", "code"))
         same &= all(old["machine"].get(key) == self.data["machine"].get(key) for key in ("device", "versions"))
-        kept = [part for part in old["parts"] if part["name"] not in [part.name for part in chosen]]
+        other_parts = [part for part in old["parts"] if part["name"] not in [part.name for part in chosen]]
         if not same:
-            aside = self.path.rename(f"{self.path}.old")
-            print(f"{self.path} has another machine, packages, code or --short; renamed to {aside}", flush=True)
-        elif kept:
-            self.data |= {"parts": kept, "command": f"{old['command']}; {self.data['command']}"}
+            renamed = self.path.rename(f"{self.path}.old")
+            print(f"{self.path} differs in machine, packages, code or --short; renamed to {renamed}", flush=True)
+        elif other_parts:
+            self.data |= {"parts": other_parts, "command": f"{old['command']}; {self.data['command']}"}
 
     def begin(self, part: "Part") -> Row:
         number = PARTS.index(part) + 1
@@ -133,8 +131,8 @@ class Report:
 
     def add(self, row: Row) -> None:
         """Add a row to the current part, and print it."""
-        lost = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]  # JSON has no NaN
-        row |= dict.fromkeys(lost)
+        nonfinite = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]  # JSON has no NaN
+        row |= dict.fromkeys(nonfinite)
         self.record["rows"].append(row)
         self.save()
         values = (f"{k} {cell(v)}" for k, v in row.items() if k not in ("case", *HIDDEN) and v is not None)
@@ -176,32 +174,32 @@ class Parent:
         with tempfile.TemporaryFile() as output:
             child = subprocess.Popen(command, cwd=ROOT, env=self.env | env, stdout=output, stderr=subprocess.STDOUT,
                                      start_new_session=True)
-            moved, size, why = time.monotonic(), 0, ""
+            last_growth, size, problem = time.monotonic(), 0, ""
             try:
-                while child.poll() is None and not why:
+                while child.poll() is None and not problem:
                     time.sleep(0.1)
-                    now, grown = time.monotonic(), watch.stat().st_size if watch and watch.exists() else 0
-                    moved, size = (now, grown) if grown > size else (moved, size)
+                    now, new_size = time.monotonic(), watch.stat().st_size if watch and watch.exists() else 0
+                    last_growth, size = (now, new_size) if new_size > size else (last_growth, size)
                     if now > until or self.stopped:
-                        why = "stopped: no time left"
-                    elif watch and now - moved > patience:
-                        why = f"hung: stopped after {patience} s without a result"
+                        problem = "stopped: no time left"
+                    elif watch and now - last_growth > patience:
+                        problem = f"hung: stopped after {patience} s without a result"
             finally:  # also if a signal stops this process
-                end(child)
+                kill(child)
             code = child.wait()
             output.seek(max(0, output.seek(0, os.SEEK_END) - 8000))
             tail = output.read().decode(errors="replace")
-        if not why and code:
-            why = f"exit code {code}" + (f" ({signal.Signals(-code).name})" if code < 0 else "") + last_words(tail)
-        return why, tail
+        if not problem and code:
+            problem = f"exit code {code}" + (f" ({signal.Signals(-code).name})" if code < 0 else "") + last_error(tail)
+        return problem, tail
 
     def run_case(self, case: str, command: list, until: float, **env: str) -> Row:
         """Run a Python command in a child; return a row with the seconds it took and, if it failed, the error."""
         began = time.monotonic()
-        why, tail = self.run([sys.executable, *command], until, **env)
-        row = {"case": case, "seconds": time.monotonic() - began} | ({"error": why, "tail": tail} if why else {})
-        passed = re.findall(r"^self-test: (.*)", tail, re.M)
-        return row | ({"self-test": passed[-1]} if passed else {})
+        error, tail = self.run([sys.executable, *command], until, **env)
+        row = {"case": case, "seconds": time.monotonic() - began} | ({"error": error, "tail": tail} if error else {})
+        passed = re.findall(r"^self-test: (.*(?:\n  .*)*)", tail, re.M)
+        return row | ({"self-test": " ".join(passed[-1].split())} if passed else {})
 
     def run_cases(self, cases: list[str], until: float) -> None:
         """Run cases one after another in a child. If a case kills the child, a new child continues with the next case.
@@ -211,7 +209,8 @@ class Parent:
             self.children += 1
             file = self.scratch / f"rows_{self.children}.jsonl"
             child = [sys.executable, __file__, "--child", self.part, "--cases", ";".join(left), "--rows", file]
-            why, tail = self.run([*child, "--level", level, *["--toy"] * self.args.toy], until, file)
+            child += ["--profile", self.args.profile] if self.args.profile else []
+            error, tail = self.run([*child, "--level", level, *["--toy"] * self.args.toy], until, file)
             rows = read_rows(file)
             for row in rows:
                 if "case" in row:
@@ -220,19 +219,19 @@ class Parent:
             if left and rows and "oom" in rows[-1] and self.part == "update" and rows[-1]["level"] + 1 < len(LEVELS):
                 level = rows[-1]["level"] + 1
             elif left:
-                self.report.add({"case": left.pop(0), "error": why or "the child ended without a result", "tail": tail})
+                self.report.add({"case": left.pop(0), "error": error or "the child wrote no result", "tail": tail})
         for case in left:
             self.report.add({"case": case, "error": CUT})
 
     def train(self, case: str, commands: list[list], out: Path, steps: int, until: float, **env: str) -> Row:
         """Run commands that train into the folder `out`, and return a row of what they logged."""
-        seconds, seen = 0.0, len(read_rows(out / "metrics.jsonl"))
+        seconds, n_earlier = 0.0, len(read_rows(out / "metrics.jsonl"))
         for command in commands:
             row = self.run_case(case, command, until, **env)
             row["seconds"] = seconds = seconds + row["seconds"]
             if "error" in row:
                 return row
-        logged = [r for r in read_rows(out / "metrics.jsonl")[seen:] if "policy/grad_norm" in r]
+        logged = [r for r in read_rows(out / "metrics.jsonl")[n_earlier:] if "policy/grad_norm" in r]
         norms = [r["policy/grad_norm"] for r in logged]
         if len(logged) != steps or not all(n is not None and math.isfinite(n) and n > 0 for n in norms):
             return row | {"error": f"{len(logged)} of {steps} steps, gradient norms {norms}"}
@@ -245,7 +244,7 @@ class Parent:
 CUT = "cut: no time left"
 
 
-def end(child: subprocess.Popen) -> None:
+def kill(child: subprocess.Popen) -> None:
     """Kill a child and its descendants. SIGABRT comes first, as Python then prints its stack (PYTHONFAULTHANDLER)."""
     for number in (signal.SIGABRT, signal.SIGKILL):
         if child.poll() is None:
@@ -253,11 +252,11 @@ def end(child: subprocess.Popen) -> None:
             time.sleep(0.5)
 
 
-def last_words(output: str) -> str:
+def last_error(output: str) -> str:
     """Return ": " and the last line that names an error, or the last line if none does; "" for no output."""
     lines = [line.strip() for line in output.splitlines() if line.strip() and "ChildFailedError" not in line]
-    named = [line for line in lines if "Error" in line or "No module" in line or line.startswith("error:")]
-    return "".join(f": {line[:200]}" for line in (named or lines)[-1:])
+    error_lines = [line for line in lines if "Error" in line or "No module" in line or line.startswith("error:")]
+    return "".join(f": {line[:200]}" for line in (error_lines or lines)[-1:])
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -311,7 +310,7 @@ def part_start(p: Parent, until: float) -> None:
     shutil.rmtree(folder)  # checkpoints are large
 
 
-TESTS = {  # case -> (file, what pytest's -k selects)
+TESTS = {  # case -> (file, expression for pytest's -k)
     "tests: head": ("tests/test_gpu.py", "float64 or nothing_to_learn"),
     "tests: attention": ("tests/test_gpu.py", "dense_mask"),
     "tests: models": ("tests/test_gpu.py", "run_by_run"),
@@ -337,13 +336,15 @@ RUNS = {  # name -> flags; a "/" begins a second run into the same folder
     "GSPO, 2 minibatches": "--attn flex --algo gspo --minibatches 2",
     "sdpa, triton": "--attn sdpa --kernel triton",
     "offloaded to the CPU": "--attn flex --offload all",
+    "compiled blocks": "--attn flex --compile --update-epochs 2",
     "bf16 weights": "--attn flex --master-dtype bf16 --algo-args tis_cap=2",
     "Qwen3-VL": "--attn flex --family qwen3_vl",
     "Qwen3.5": "--attn flex --family qwen3_5",
 }
 SHORT_RUNS = ("LoRA with KL",)
-# Children of part_correct that run at once, as they mostly wait for compilers. So their times are of a shared machine
-AT_ONCE = 8
+# Number of children of part_correct that run at once, as they mostly wait for compilers; so their times are not those
+# of a machine of their own
+AT_ONCE = 12
 
 
 def part_correct(p: Parent, until: float) -> None:
@@ -354,12 +355,12 @@ def part_correct(p: Parent, until: float) -> None:
     folder, at_once = p.scratch / "toys", 2 if p.args.toy else AT_ONCE
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))}
     with ThreadPoolExecutor(at_once) as pool:
-        begun = [pool.submit(run_tests, p, case, *args, until, **threads) for case, args in tests.items()]
+        futures = [pool.submit(run_tests, p, case, *args, until, **threads) for case, args in tests.items()]
         families = ";".join(sorted({family for family, _ in runs.values()}))
         make = [__file__, "--child", "toys", "--rows", folder, "--cases", families]
         p.report.add(p.run_case("toy models and data", make, until))
-        begun += [pool.submit(run_toy, p, folder, name, *args, until, **threads) for name, args in runs.items()]
-        for row in as_completed(begun):
+        futures += [pool.submit(run_toy, p, folder, name, *args, until, **threads) for name, args in runs.items()]
+        for row in as_completed(futures):
             p.report.add(row.result())
 
 
@@ -389,25 +390,25 @@ def run_tests(p: Parent, case: str, file: str, chosen: str, until: float, **env:
     each test ends."""
     rows, began = p.scratch / (re.sub(r"\W+", "_", case) + ".jsonl"), time.monotonic()
     command = [sys.executable, "-m", "pytest", "-p", "gpu", "-p", "no:cacheprovider", "-k", chosen, file]
-    why, tail = p.run(command, until, rows, GPU_BENCH_ROWS=str(rows), **env)
-    ended = read_rows(rows)
-    count = Counter(row["outcome"] for row in ended)
+    problem, tail = p.run(command, until, rows, GPU_BENCH_ROWS=str(rows), **env)
+    results = read_rows(rows)
+    count = Counter(row["outcome"] for row in results)
     row = {"case": case, **{kind: count[kind] for kind in ("passed", "failed", "skipped")}}
     row |= {"seconds": time.monotonic() - began}
-    skipped = Counter(test["test"].split("[")[0] for test in ended if test["outcome"] == "skipped")
+    skipped = Counter(test["test"].split("[")[0] for test in results if test["outcome"] == "skipped")
     row |= {"skipped tests": dict(skipped)} if skipped else {}
-    bad = [test["test"] for test in ended if test["outcome"] == "failed"]
-    if why or bad or not count["passed"]:
-        named = f" ({', '.join(bad[:5])})" if bad else ""
-        error = f"{count['passed']} passed, {count['failed']} failed{named}" + (f"; {why}" if why else "")
-        row |= {"error": error, "failures": bad, "tail": tail}
+    failed = [test["test"] for test in results if test["outcome"] == "failed"]
+    if problem or failed or not count["passed"]:
+        names = f" ({', '.join(failed[:5])})" if failed else ""
+        error = f"{count['passed']} passed, {count['failed']} failed{names}" + (f"; {problem}" if problem else "")
+        row |= {"error": error, "failures": failed, "tail": tail}
     return row
 
 
 def pytest_runtest_logreport(report) -> None:
     """Write a row if a test has ended. pytest calls this hook, see run_tests."""
-    ended = report.when == "call" or (report.when == "setup" and report.outcome != "passed")
-    if ended and "GPU_BENCH_ROWS" in os.environ:
+    has_ended = report.when == "call" or (report.when == "setup" and report.outcome != "passed")
+    if has_ended and "GPU_BENCH_ROWS" in os.environ:
         with open(os.environ["GPU_BENCH_ROWS"], "a") as file:
             file.write(json.dumps({"test": report.nodeid, "outcome": report.outcome}) + "\n")
 
@@ -423,8 +424,8 @@ def part_head(p: Parent, until: float) -> None:
 
 
 UPDATES = (  # each line runs in one process, which builds its model once
-    ("3B shared prefix", "3B packed"),
-    ("7B LoRA shared prefix", "7B LoRA packed"),
+    ("3B shared prefix", "3B shared prefix, compiled", "3B packed, compiled"),
+    ("7B LoRA shared prefix", "7B LoRA shared prefix, compiled", "7B LoRA packed, compiled"),
 )
 
 
@@ -458,16 +459,16 @@ def part_memory(p: Parent, until: float) -> None:
     for name in [TOY_MEMORY] if p.args.toy else MEMORY:
         tokens = 300 if p.args.toy else 8192
         child = [sys.executable, "benchmarks/memory.py", "--child", name, "--tokens", tokens, "--recompute"]
-        why, tail = p.run(child, until)
-        found = [line for line in tail.splitlines() if line.startswith("{")]
-        if why or not found:
-            p.report.add({"case": name, "error": why or "no result", "tail": tail})
+        problem, tail = p.run(child, until)
+        result_lines = [line for line in tail.splitlines() if line.startswith("{")]
+        if problem or not result_lines:
+            p.report.add({"case": name, "error": problem or "no result", "tail": tail})
             continue
-        got, computed = json.loads(found[-1]), {} if p.args.toy else computed_memory(name)
-        row = {"case": name, "tokens": got["tokens"]}
+        measured, computed = json.loads(result_lines[-1]), {} if p.args.toy else computed_memory(name)
+        row = {"case": name, "tokens": measured["tokens"]}
         for key in ("at rest", "peak", "reserved"):
-            row |= {f"{key}, GiB": got[key]} | ({f"{key}, table": computed[key]} if computed else {})
-        p.report.add(row | {"outside of torch, GiB": got["in use"] - got["reserved"]})
+            row |= {f"{key}, GiB": measured[key]} | ({f"{key}, table": computed[key]} if computed else {})
+        p.report.add(row | {"outside of torch, GiB": measured["in use"] - measured["reserved"]})
 
 
 def part_sync(p: Parent, until: float) -> None:
@@ -487,11 +488,11 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("start", "README's commands", 140, part_start),
+    Part("start", "README's commands", 220, part_start),
     Part("correct", "Tests, and train.py on toys", 130, part_correct, ("pytest", "triton")),
-    Part("head", "The policy head", 50, part_head),
-    Part("update", "The update", 95, part_update),
-    Part("memory", "Memory of the update", 45, part_memory),
+    Part("head", "The policy head", 60, part_head),
+    Part("update", "The update", 260, part_update),
+    Part("memory", "Memory of the update", 90, part_memory),
     Part("sync", "The weight sync", 25, part_sync),
     Part("waits", "Host synchronisations", 30, part_waits),
 )
@@ -500,11 +501,11 @@ PARTS = (
 def choose(only: str) -> list[Part]:
     """Return the parts that --only names, in their order."""
     known = {key: part for i, part in enumerate(PARTS, 1) for key in (str(i), part.name)}
-    asked = only.split(",") if only else list(known)
-    if unknown := [key for key in asked if key not in known]:
+    requested = only.split(",") if only else list(known)
+    if unknown := [key for key in requested if key not in known]:
         names = ", ".join(f"{i} {part.name}" for i, part in enumerate(PARTS, 1))
         sys.exit(f"error: --only {unknown[0]}: no such part; choose from {names}")
-    return [part for part in PARTS if part in [known[key] for key in asked]]
+    return [part for part in PARTS if part in [known[key] for key in requested]]
 
 
 def main(args: argparse.Namespace) -> None:
@@ -518,18 +519,19 @@ def main(args: argparse.Namespace) -> None:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stop)
-        found = machine(p)
-        p.gpu = "memory_gib" in found
+        hardware = machine(p)
+        p.gpu = "memory_gib" in hardware
         if not p.gpu and not args.toy:
-            sys.exit(f"error: there is no GPU to measure ({found['device']}); --short runs tiny shapes on a CPU")
+            sys.exit(f"error: there is no GPU to measure ({hardware['device']}); --short runs tiny shapes on a CPU")
         if not p.gpu:
             p.use_cpu()
-        p.report = Report(args.json, args.toy, found)
+        p.report = Report(args.json, args.toy, hardware)
         p.report.keep_earlier(chosen)
         try:
             for i, part in enumerate(chosen):
-                later = 0 if args.toy else sum(other.seconds for other in chosen[i + 1 :])
-                run_part(p, part, deadline - time.monotonic() - later)
+                left, wanted = deadline - time.monotonic(), [other.seconds for other in chosen[i:]]
+                reserved = 0 if args.toy else sum(wanted[1:]) * min(1.0, left / sum(wanted))
+                run_part(p, part, left - reserved)
         finally:
             p.report.save()
             print("\n" + markdown(p.report.data), flush=True)
@@ -567,14 +569,14 @@ def machine(p: Parent) -> Row:
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     needed = [*NEEDED, *["torchvision"] * versions.get("transformers", "").startswith("5.17")]
-    if lacking := [name for name in needed if name in missing]:
-        print(f"missing packages, install them or bring their wheels: {', '.join(lacking)}", flush=True)
+    if needed_missing := [name for name in needed if name in missing]:
+        print(f"missing packages, install them or bring their wheels: {', '.join(needed_missing)}", flush=True)
     file = p.scratch / "machine.jsonl"
     child = [sys.executable, __file__, "--child", "machine", "--rows", file, *["--toy"] * p.args.toy]
-    why, tail = p.run(child, time.monotonic() + 120)  # the first import of torch may take a minute
+    problem, tail = p.run(child, time.monotonic() + 120)  # the first import of torch may take a minute
     rows = read_rows(file)
     if not rows:
-        sys.exit(f"{tail}\nerror: could not look for a GPU: {why}")
+        sys.exit(f"{tail}\nerror: could not look for a GPU: {problem}")
     return {"versions": versions, "missing": missing, **rows[0]}
 
 
@@ -658,7 +660,10 @@ def child_machine(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
 
 
 def peak_tflops(device: str) -> float | None:
-    return next((peak for key, peak in PEAK_TFLOPS.items() if key in device), None)
+    from report.gpus import peak_flops
+
+    peak = peak_flops(device)
+    return peak and peak / 1e12
 
 
 def make_toys(folder: Path, *families: str) -> None:
@@ -714,23 +719,23 @@ def child_head(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     doubles = tuple(x.cpu() if x.dtype == torch.long else x.double().cpu() for x in small)
     exact = bench.run_once(bench.naive_64, doubles, "full")
     for name in cases:
-        found, missing = bench.load_implementations([name])
-        if not found:
+        implementations, missing = bench.load_implementations([name])
+        if not implementations:
             yield {"case": name, "not here": " ".join(missing) or "needs a GPU"}
             continue
         row = {"case": name}
         try:
             for mode in ("score", "frozen", "full"):
-                runs = [bench.time_once(found[name], inputs, mode) for _ in range(repeats + 1)]
+                runs = [bench.time_once(implementations[name], inputs, mode) for _ in range(repeats + 1)]
                 row[f"{mode}, ms"] = 1e3 * min(runs[1:])
             if bench.GPU:
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-                bench.run_once(found[name], inputs, "full")
+                bench.run_once(implementations[name], inputs, "full")
                 row["extra MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-            errors = bench.errors(found[name], small, exact)
+            errors = bench.errors(implementations[name], small, exact)
             row |= zip(("logp", "entropy", "d hidden", "d weight"), errors, strict=True)
-        except RuntimeError as error:  # other implementations may fail, ours must not
+        except (RuntimeError, ImportError) as error:  # other implementations may fail, ours must not
             if name.startswith("ours"):
                 raise
             row["not here"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -793,8 +798,8 @@ def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
     master = master or (torch.bfloat16 if lora else torch.float32)
     banned = lambda v: torch.tensor([*range(EOS), v - 1])  # noqa: E731
     config = config_of(size)
-    own = {"banned_token_ids": banned, "patcher": patcher_of(config)}
-    processor = SimpleNamespace(merge_size=2, image_token_id=IMAGE, eos_ids=[EOS], **own)
+    settings = {"banned_token_ids": banned, "patcher": patcher_of(config)}
+    processor = SimpleNamespace(merge_size=2, image_token_id=IMAGE, eos_ids=[EOS], **settings)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         hf = loading.build_meta_model(folder, master)
@@ -818,7 +823,7 @@ def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
 
 
 def patcher_of(config):
-    """Return what makes patches of images for a model of this configuration."""
+    """Return the patcher of images for a model of this configuration."""
     import torch
 
     from model import Patcher
@@ -910,6 +915,7 @@ def child_update(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     import torch
 
     import train
+    from layers.attention import compile_blocks
     from layers.lora import LoraConfig
     from packing import TrainBatch
     from parallel.models import Models
@@ -941,6 +947,9 @@ def child_update(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
         batch, models = packed[attn], Models(policy, optimizer)
         [micros] = batch.minibatches
         policy.attention = attn if cuda else "sdpa"
+        blocks = policy.hf.get_submodule(f"{policy.hf.family.language}.{policy.hf.family.blocks}")
+        if cuda and "compiled" in case and "forward" not in vars(blocks[0]):  # on a CPU it would take minutes
+            compile_blocks(blocks)
 
         def update(batch: TrainBatch, models=models) -> dict[str, float]:
             meter = Meter()
@@ -968,6 +977,36 @@ def child_update(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
         row |= {"grad norm": metrics["policy/grad_norm"], "loss": metrics["loss/policy"]}
         row |= {"micro-tokens": tokens, "recomputed": "yes" if recompute else "no"}
         yield row | {"first s": first, "graphs": graphs}
+        if args.profile:
+            two = replace(batch, minibatches=[[fullest, emptiest]])
+            write_profile(args.profile / f"{case.replace(' ', '_')}.txt", lambda two=two, update=update: update(two))
+
+
+def write_profile(file: Path, run: Callable[[], Any]) -> None:
+    """Call run() twice, and write its time, the total time of its GPU kernels, and its slowest operations to a file.
+
+    The first call is timed without the profiler. The second one gives the kernel time and two tables: the operations
+    with the most GPU time, and those with the most CPU time.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    began = synchronize()
+    run()
+    seconds = synchronize() - began
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        synchronize()
+    events = profiler.key_averages()
+    on_gpu = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    busy = sum(event.self_device_time_total for event in on_gpu) / 1e6
+    tables = [
+        events.table(sort_by=key, row_limit=40, max_name_column_width=90)
+        for key in ("self_device_time_total", "self_cpu_time_total")
+    ]
+    title = f"the largest and the smallest micro-batch in {seconds:.3f} s, of which kernels run {busy:.3f} s"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join([title, *tables]))
 
 
 def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
@@ -1001,7 +1040,8 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
         else:
             make_model(folder / "model", size)
             processor = Processor(str(folder / "model"))
-            image = SimpleNamespace(images=[None], image_sizes=[(448, 448)])  # makes vLLM keep the vision tower
+            # makes vLLM keep the vision tower
+            image = SimpleNamespace(images=[None], image_sizes=[(448, 448)], video_sizes=[])
             engine = make_engine("vllm", str(folder / "model"), processor, ctx, torch.bfloat16,
                                  size_limits([ExampleList([image], [768])], processor, 256), settings)
         times = []
@@ -1036,13 +1076,13 @@ def child_waits(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     optimizer = make_optimizer(policy, 0.0, 0.0)
     for case in cases:
         policy.attention = case.split(",")[0]
-        more = "--algo gspo --kl-coef 0.1 --update-epochs 2" if "gspo" in case else ""
-        cfg = train.parse_args(f"--model - --data - --out - --steps 1 --group-size 8 {more}".split())
+        extra_flags = "--algo gspo --kl-coef 0.1 --update-epochs 2" if "gspo" in case else ""
+        cfg = train.parse_args(f"--model - --data - --out - --steps 1 --group-size 8 {extra_flags}".split())
         rollouts = draw_rollouts(policy.hf.config, 8, 8, toy=True)
         batch = make_batch(rollouts, cfg, policy.hf.config, ctx, 300, share=policy.attention != "flash")
-        models = Models(policy, optimizer, reference=policy if more else None)
+        models = Models(policy, optimizer, reference=policy if extra_flags else None)
         train.compute_logprobs_and_values(batch, models, cfg)
-        if more:  # two epochs were needed for the columns above; count one pass
+        if extra_flags:  # the columns above needed two epochs; count the waits of one
             cfg = replace(cfg, algo=replace(cfg.algo, update_epochs=1))
         [micros] = batch.minibatches
 
@@ -1062,20 +1102,20 @@ def child_waits(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
         assert len(micros) >= 8, "the toy has too few micro-batches"
         count(8)  # compiles, fills caches
         few, many = count(4), count(8)
-        a_micro = {line: n / 4 for line, n in (many - few).most_common()}
-        each = sum(a_micro.values())
-        most = ", ".join(f"{line} {n:.3g}" for line, n in list(a_micro.items())[:8])
-        row = {"case": case, "a micro-batch": each, "an update besides": few.total() - 4 * each}
-        yield row | {"most often": most or "-"} | ({} if cuda else {"no CUDA": "nothing to count"})
+        per_micro = {line: n / 4 for line, n in (many - few).most_common()}
+        total = sum(per_micro.values())
+        places = ", ".join(f"{line} {n:.3g}" for line, n in list(per_micro.items())[:8])
+        row = {"case": case, "a micro-batch": total, "rest of an update": few.total() - 4 * total}
+        yield row | {"most often": places or "-"} | ({} if cuda else {"no CUDA": "nothing to count"})
 
 
 if __name__ == "__main__":
-    given = parse_args()
-    if given.child is None:
-        main(given)
+    cli_args = parse_args()
+    if cli_args.child is None:
+        main(cli_args)
     else:
         try:
-            child(given)
+            child(cli_args)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -10,7 +10,7 @@ seconds of the slowest rank, summed over the threads of its process. Wall time w
 more ranks than cores.
 
 prompts    decode, resize and tokenize the rank's images and prompts (rollout.make_prompts)
-balance    compute each group's FLOPs, send groups to their ranks, pack, make the token columns (train.pack_batch)
+balance    compute each group's FLOPs, send groups to their ranks, pack, build the token columns (train.pack_batch)
 patches    cut the images of each micro-batch into patches, each image once
 columns    compute the metrics of rollouts, and advantages
 report     send records of samples to rank 0, write the page and curves
@@ -42,7 +42,7 @@ from prepare_data import Example  # noqa: E402
 from report.log import RunLog  # noqa: E402
 from report.metrics import rollout_metrics  # noqa: E402
 from rollout import GroupPool, Prompt, Rollout, make_prompts  # noqa: E402
-from utils import DistContext, Meter, setup_distributed  # noqa: E402
+from utils import DistContext, Meter, run_script, setup_distributed  # noqa: E402
 
 TEXT = "so the angle $\\frac{180 - 2x}{3}$ equals \\(x^2\\) and then by Pythagoras **side** is $\\sqrt{3}$ cm\n"
 
@@ -85,8 +85,8 @@ class Timer:
         self.ctx, self.since, self.seconds = ctx, time.process_time(), {}
 
     def __call__(self, name: str) -> None:
-        took = time.process_time() - self.since
-        self.seconds[name] = max(self.ctx.gather(took))
+        elapsed = time.process_time() - self.since
+        self.seconds[name] = max(self.ctx.gather(elapsed))
         self.since = time.process_time()
 
 
@@ -118,17 +118,17 @@ def measure(args: argparse.Namespace) -> None:
     metrics = rollout_metrics(pool, {}) | meter.reduce(ctx)
     train.set_advantages(batch, cfg.algo, 0.0, ctx, meter)
     timer("columns")
-    began = time.perf_counter()
+    start = time.perf_counter()
     log.log_step(1, metrics)
     log.report(1, batch, metrics)
-    waits = time.perf_counter() - began
+    wait_s = time.perf_counter() - start
     log.close()
     timer("report")
     if ctx.is_main:
         timer.seconds.pop("(made up)")
         shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in timer.seconds.items())
         print(f"{ctx.world} rank(s), {args.prompts} prompts x {args.group} x {args.tokens} tokens: {shown}; "
-              f"rank 0 waits {waits:.2f} s for the report")  # fmt: skip
+              f"rank 0 waits {wait_s:.2f} s for the report")  # fmt: skip
 
 
 def main() -> None:
@@ -144,17 +144,16 @@ def main() -> None:
     if args.short:
         args.prompts, args.group, args.tokens, args.ranks, args.short = 16, 4, 50, [2], False
     if args.model:
-        measure(args)
-        return
+        run_script(measure, lambda: args)  # it ends the process without waiting for gloo's threads, which may abort it
     with tempfile.TemporaryDirectory() as folder:
         demo.make_model(Path(folder) / "toy")
         for ranks in args.ranks:
             sizes = ["--prompts", args.prompts, "--group", args.group, "--tokens", args.tokens]
-            own = ["--model", Path(folder) / "toy", "--out", Path(folder) / f"run{ranks}"]
+            rank_flags = ["--model", Path(folder) / "toy", "--out", Path(folder) / f"run{ranks}"]
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, __file__]
-            command = [sys.executable, *map(str, launch + sizes + own)]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            print(next(line for line in done.stdout.splitlines() if "rank(s)" in line), flush=True)
+            command = [sys.executable, *map(str, launch + sizes + rank_flags)]
+            result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            print(next(line for line in result.stdout.splitlines() if "rank(s)" in line), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ clipping, and numbers of prompts and samples. They differ in the random numbers 
 with one thread each, run at the same time, so that other load on the machine slows both. Seconds are CPU seconds,
 including child processes; they exclude loading and the evaluations, which our code runs for both sides.
 
-algorithms: all use the settings of the digits demo and their own preset; MORE lists the exceptions.
+algorithms: all use the settings of the digits demo and their own preset; EXTRA lists the exceptions.
 """
 
 import argparse
@@ -56,11 +56,11 @@ from rollout import Prompt, SamplingParams, response_text  # noqa: E402
 from utils import StepTimer, run_script, setup_distributed  # noqa: E402
 
 T = TypeVar("T")
-PER_BATCH = 256  # samples, with the demo's settings
+SAMPLES_PER_BATCH = 256  # with the demo's settings
 SIDES = ("trl", "ours")
 LEVELS = {"shapes": 0.9, "digits": 0.5}  # accuracy levels; the times of both sides to reach them are compared
 # In a single update every ratio is 1, so three losses would equal GRPO's; the critic's default lr suits large models
-MORE = dict.fromkeys(("gspo", "cispo", "sapo"), ["--minibatches", "4"]) | {"ppo": ["--algo-args", "critic_lr=1e-3"]}
+EXTRA = dict.fromkeys(("gspo", "cispo", "sapo"), ["--minibatches", "4"]) | {"ppo": ["--algo-args", "critic_lr=1e-3"]}
 
 
 SHORT = "--steps 2 --eval-every 1 --prompts-per-step 3 --group-size 2 --warmup-steps 1 --max-new-tokens 6"
@@ -74,13 +74,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     trl = sub.add_parser("trl", help="TRL's GRPOTrainer and train.py", allow_abbrev=False)
     algorithms = sub.add_parser("algorithms", help="our nine algorithms on digits", allow_abbrev=False)
     side = sub.add_parser("side", help="one run of `trl` (started by it)", allow_abbrev=False)
-    trl.add_argument("--tasks", nargs="+", default=list(LEVELS), help="tasks whose files draw scenes")
-    algorithms.add_argument("--algos", nargs="+", default=list(PRESETS), choices=list(PRESETS), help="grpo is needed")
+    trl.add_argument("--tasks", nargs="+", default=list(LEVELS), help="tasks whose files define `scenes`")
+    algorithms.add_argument("--algos", nargs="+", default=list(PRESETS), choices=list(PRESETS), help="include grpo")
     algorithms.add_argument("--jobs", type=int, default=2, help="runs in parallel")
     for q, seeds in ((trl, 3), (algorithms, 5)):
-        q.add_argument("--seeds", nargs="+", type=int, default=list(range(seeds)), help="one warm start each")
+        q.add_argument("--seeds", nargs="+", type=int, default=list(range(seeds)), help="each has its own warm start")
         q.add_argument("--out", type=Path, default=ROOT / "out/learning", help="folder to write")
-        q.add_argument("--short", action="store_true", help="only check that it runs: one seed, task; two steps")
+        q.add_argument("--short", action="store_true", help="only check that it runs: one seed, one task, two steps")
     side.add_argument("side", choices=SIDES)
     args, args.flags = p.parse_known_args(argv)
     if args.command != "side":
@@ -114,7 +114,7 @@ def make_start(folder: Path, task: str, seed: int, short: bool) -> None:
             subprocess.run([*words, "--out", folder / name], cwd=ROOT, check=True)
 
 
-def settings(folder: Path, task: str, seed: int, more: Sequence[str]) -> list[str]:
+def settings(folder: Path, task: str, seed: int, extra: Sequence[str]) -> list[str]:
     """Return the flags of train.py except --out: those of the demo's RL run, without intermediate checkpoints."""
     plan = demo.load_demo_config(task)
     flags = ["--model", folder / "start", "--data", folder / "train.parquet", "--eval-data", folder / "test.parquet"]
@@ -125,7 +125,7 @@ def settings(folder: Path, task: str, seed: int, more: Sequence[str]) -> list[st
         "--seed",
         seed,
     ]
-    flags += ["--steps", plan.steps, "--save-every", 1000, "--reward-workers", 0, *more]
+    flags += ["--steps", plan.steps, "--save-every", 1000, "--reward-workers", 0, *extra]
     return list(map(str, flags))
 
 
@@ -186,23 +186,27 @@ def our_side(cfg: train.Config, recorder: Recorder) -> None:
     """Run train.py itself and record its steps and evaluations."""
     evaluate, make_prompts, log_step = train.Evaluation.run_during_training, rollout.make_prompts, train.RunLog.log_step
 
-    def evaluated(self, log: train.RunLog, stage: StepTimer, step: int) -> dict[str, float]:
+    def record_evaluation(self, log: train.RunLog, stage: StepTimer, step: int) -> dict[str, float]:
         return recorder.evaluate(step, lambda: evaluate(self, log, stage, step))
 
-    def prompts_made(examples: Sequence, *more: object, **named: object) -> list[Prompt]:
-        prompts = make_prompts(examples, *more, **named)
+    def make_and_record_prompts(examples: Sequence, *args: object, **kwargs: object) -> list[Prompt]:
+        prompts = make_prompts(examples, *args, **kwargs)
         recorder.record_prompts([example.uid for example in examples], [prompt.token_ids for prompt in prompts])
         return prompts
 
-    def logged(self, step: int, metrics: dict[str, float]) -> None:
+    def log_and_record_step(self, step: int, metrics: dict[str, float]) -> None:
         recorder.step(step, metrics["lr"])
-        recorder.uncounted(lambda: log_step(self, step, metrics))  # it draws curves; TRL does not log
+        recorder.uncounted(lambda: log_step(self, step, metrics))  # log_step draws curves; TRL does not log
 
-    train.Evaluation.run_during_training, rollout.make_prompts, train.RunLog.log_step = evaluated, prompts_made, logged
+    train.Evaluation.run_during_training, rollout.make_prompts, train.RunLog.log_step = (
+        record_evaluation,
+        make_and_record_prompts,
+        log_and_record_step,
+    )
     train.main(cfg)
 
 
-def their_side(cfg: train.Config, recorder: Recorder) -> None:
+def trl_side(cfg: train.Config, recorder: Recorder) -> None:
     import transformers
 
     out, n_samples = Path(cfg.run.out), cfg.algo.group_size
@@ -213,7 +217,7 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
     batches = [curriculum.select_batch(step, step, 0, {}) for step in range(cfg.run.steps)]
     prompt_ids: list[list[int]] = []
 
-    def graded(completion_ids: list[list[int]], uid: list[str], **_: object) -> list[float]:
+    def compute_rewards(completion_ids: list[list[int]], uid: list[str], **_: object) -> list[float]:
         recorder.record_prompts(uid[::n_samples], prompt_ids[::n_samples])
         texts = [response_text(processor, ids) for ids in completion_ids]
         ends = ["stop" if ids[-1] in processor.eos_ids else "length" for ids in completion_ids]
@@ -224,7 +228,7 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
     changes = {"max_steps": cfg.run.steps, "max_grad_norm": cfg.optim.max_grad_norm, "seed": cfg.run.seed}
     changes |= {"num_generations": n_samples, "per_device_train_batch_size": cfg.rollout.prompts_per_step * n_samples}
     changes |= {"max_completion_length": cfg.rollout.max_new_tokens, "loss_type": "dapo"}  # equal token weights
-    changes |= {"reward": graded, "generation_kwargs": {"suppress_tokens": banned.tolist()}}
+    changes |= {"reward": compute_rewards, "generation_kwargs": {"suppress_tokens": banned.tolist()}}
     trainer = make_trainer(Path(cfg.model.model), list(chain.from_iterable(batches)), out, **changes)
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     adamw = {"lr": cfg.optim.lr, "betas": (0.9, 0.999), "weight_decay": cfg.optim.weight_decay, "fused": True}
@@ -233,20 +237,20 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
     trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, schedule)
     tokenize = trainer._tokenize_prompts
 
-    def tokenized(prompts: list) -> tuple:
+    def tokenize_and_record(prompts: list) -> tuple:
         result = tokenize(prompts)
         prompt_ids[:] = result[0]
         return result
 
-    trainer._tokenize_prompts = tokenized
+    trainer._tokenize_prompts = tokenize_and_record
     ctx = setup_distributed()
     engine = HFEngine(load_hf(cfg.model.model), processor, ctx.device, VisionCache(2**31))
     greedy = SamplingParams(cfg.rollout.max_new_tokens, temperature=0.0)
     evaluation = train.Evaluation(engine, test, processor, Grader(cfg.reward), ctx, greedy)
-    log = SimpleNamespace(save_evaluation=lambda *_: None)  # draws nothing
+    log = SimpleNamespace(cfg=cfg, save_evaluation=lambda *_: None)  # draws no curves
 
-    class Watch(transformers.TrainerCallback):
-        """Records the learning rate before the scheduler's step, then the step, and runs evaluations."""
+    class RecorderCallback(transformers.TrainerCallback):
+        """A callback that records steps, with the learning rate before the scheduler's step, and runs evaluations."""
 
         def on_train_begin(self, *_: object, **__: object) -> None:
             recorder.evaluate(0, lambda: evaluation.run_during_training(log, StepTimer(), 0))
@@ -258,13 +262,13 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
             step = state.global_step
             recorder.step(step, self.lr)
             if evaluation.is_due(cfg.run, step):
-                recorder.evaluate(step, self.evaluated)
+                recorder.evaluate(step, self.evaluate)
 
-        def evaluated(self) -> dict[str, float]:
+        def evaluate(self) -> dict[str, float]:
             engine.load_weights(trainer.model.named_parameters())
             return evaluation.run_during_training(log, StepTimer(), trainer.state.global_step)
 
-    trainer.add_callback(Watch())
+    trainer.add_callback(RecorderCallback())
     trainer.train()
 
 
@@ -272,7 +276,7 @@ def run_side(args: argparse.Namespace) -> None:
     cfg = train.parse_args(args.flags)
     torch.set_num_threads(1)
     recorder = Recorder()
-    {"ours": our_side, "trl": their_side}[args.side](cfg, recorder)
+    {"ours": our_side, "trl": trl_side}[args.side](cfg, recorder)
     recorder.write(cfg)
 
 
@@ -286,12 +290,12 @@ def run_both(args: argparse.Namespace) -> None:
         for side in SIDES:
             shutil.rmtree(folder / side, ignore_errors=True)
             flags = [*settings(folder, task, seed, ["--eval-every", "5", *args.flags]), "--out", str(folder / side)]
-            running.append(logged(command(__file__, "side", side, *flags), folder / f"{side}.log"))
+            running.append(start_logged(command(__file__, "side", side, *flags), folder / f"{side}.log"))
         failed = [side for side, process in zip(SIDES, running, strict=True) if process.wait()]
         need(not failed, f"{task}, seed {seed}: {', '.join(failed)} failed; see the logs in {folder}")
 
 
-def logged(words: list[str], file: Path) -> subprocess.Popen:
+def start_logged(words: list[str], file: Path) -> subprocess.Popen:
     with open(file, "w") as log:
         return subprocess.Popen(words, cwd=ROOT, env=os.environ | ENV, stdout=log, stderr=subprocess.STDOUT)
 
@@ -310,12 +314,12 @@ def run_algorithms(args: argparse.Namespace) -> None:
         """Run train.py unless it has finished, and return its exit status."""
         seed, algo = seed_algo
         out = folders[seed] / algo
-        more = ["--algo", algo, *MORE.get(algo, []), "--eval-every", "10", *args.flags, "--out", str(out)]
-        flags = settings(folders[seed], "digits", seed, more)
-        if finished(out, train.parse_args(flags).run.steps):
+        extra = ["--algo", algo, *EXTRA.get(algo, []), "--eval-every", "10", *args.flags, "--out", str(out)]
+        flags = settings(folders[seed], "digits", seed, extra)
+        if is_finished(out, train.parse_args(flags).run.steps):
             return 0
         shutil.rmtree(out, ignore_errors=True)
-        code = logged(command("train.py", *flags), folders[seed] / f"{algo}.log").wait()
+        code = start_logged(command("train.py", *flags), folders[seed] / f"{algo}.log").wait()
         print(f"digits, seed {seed}, {algo}: {'failed' if code else 'done'}", flush=True)
         return code
 
@@ -324,7 +328,7 @@ def run_algorithms(args: argparse.Namespace) -> None:
     need(not failed, f"{failed} runs failed; see their logs in {args.out / 'digits'}. Finished runs are kept")
 
 
-def finished(out: Path, steps: int) -> bool:
+def is_finished(out: Path, steps: int) -> bool:
     rows = read_rows(out / "metrics.jsonl")
     return bool(rows) and rows[-1]["step"] == steps
 
@@ -457,7 +461,7 @@ def report_algorithms(args: argparse.Namespace) -> None:
             compared += [differences[algo].describe(), f"{adjusted[algo]:.2g}"] if algo in others else ["", ""]
         batches = [sum(row.get("sampling/batches", 1) for row in run if "reward/mean" in row) for run in rows[algo]]
         each = ", ".join(format(x, ".3f") for x in after[algo])
-        cells = [algo, f"{after[algo].mean():.3f}", each, *compared, f"{PER_BATCH * fmean(batches):,.0f}"]
+        cells = [algo, f"{after[algo].mean():.3f}", each, *compared, f"{SAMPLES_PER_BATCH * fmean(batches):,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     halves = [
         np.median([(x.high - x.low) / 2 for x in differences.values()])

@@ -1,4 +1,4 @@
-"""Peak GPU memory of the update by torch's own allocator, for real models on any number of GPUs; one GPU is enough.
+"""Peak GPU memory of the update, as torch's allocator counts it, for real models on any number of GPUs; needs only one.
 
     python benchmarks/memory.py --null-gpu                          # the tables of docs/hardware.md; no GPU is needed
     python benchmarks/memory.py --rows "7B 8 GPUs" --tokens 8192    # one row, on a real GPU
@@ -13,10 +13,10 @@ is one sequence.
     at rest         weights and optimizer, between updates
     with gradients  the same after the update, before its gradients are freed
     peak            largest memory that tensors had at once in the update
-    reserved        largest memory that torch's allocator held for them, gaps between tensors included
+    reserved        largest memory that torch's allocator held for them, including gaps between tensors
     longest         the largest multiple of 1,024 tokens, up to 131,072, that fits in 80 GB (79.1 GiB) with 5 GiB left
-                    for a sleeping engine and CUDA itself: extrapolated from the peaks of the two --tokens, as memory
-                    grows linearly, then tried
+                    for a sleeping engine and CUDA itself. As memory grows linearly, it is extrapolated from the peaks
+                    of the two --tokens and then measured
 
 It needs torch for CUDA and one device. Only sizes matter, so any device will do, even one that does not compute.
 --null-gpu uses a simulated device (`make test-cuda-paths` builds it, in .venv-cuda) and about 3 GB of host memory.
@@ -33,10 +33,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-GPU_GIB, KEPT_GIB = 79.1, 5.0
+GPU_GIB, FREE_GIB = 79.1, 5.0
 LONGEST = 131072
-# The null GPU computes operations of up to 4 MiB. Indices of LONGEST tokens are smaller, and they decide what is
-# allocated
+# The null GPU computes operations of up to 4 MiB. Indices of LONGEST tokens are smaller; they must have real values,
+# because the sizes of other tensors depend on them
 VALUES_MIB = "4"
 
 
@@ -174,15 +174,15 @@ def run(row: Row, tokens: int, args: argparse.Namespace, recompute: bool) -> dic
     return json.loads(lines[-1]) if lines and not done.returncode else None
 
 
-def longest(row: Row, args: argparse.Namespace, recompute: bool, measured: dict[int, dict[str, float]]) -> int:
-    """Return the largest multiple of 1,024 tokens whose peak leaves KEPT_GIB free: extrapolate from two measured token
+def find_longest(row: Row, args: argparse.Namespace, recompute: bool, measured: dict[int, dict[str, float]]) -> int:
+    """Return the largest multiple of 1,024 tokens whose peak leaves FREE_GIB free: extrapolate from two measured token
     counts, then try downwards."""
     (a, low), (b, high) = sorted(measured.items())
     slope = (high["peak"] - low["peak"]) / (b - a)
-    guess = min(LONGEST, int((GPU_GIB - KEPT_GIB - low["peak"]) / slope + a) // 1024 * 1024)
+    guess = min(LONGEST, int((GPU_GIB - FREE_GIB - low["peak"]) / slope + a) // 1024 * 1024)
     while guess > 0:
         figures = run(row, guess, args, recompute)
-        if figures and figures["peak"] <= GPU_GIB - KEPT_GIB:
+        if figures and figures["peak"] <= GPU_GIB - FREE_GIB:
             return guess
         guess -= 1024
     return 0
@@ -194,7 +194,7 @@ def has_gpu() -> bool:
     return done.returncode == 0
 
 
-def cell(x: float | None) -> str:
+def format_cell(x: float | None) -> str:
     return "too much" if x is None else f"{x:,.0f}" if x > 1000 else f"{x:.1f}"
 
 
@@ -215,9 +215,9 @@ def main(args: argparse.Namespace) -> None:
                 figures = run(row, tokens, args, recompute)
                 measured |= {tokens: figures} if figures else {}
                 last = len(measured) > 1 and tokens == sizes[-1]
-                max_tokens = longest(row, args, recompute, measured) if last and not args.no_longest else ""
+                max_tokens = find_longest(row, args, recompute, measured) if last and not args.no_longest else ""
                 keys = ("at rest", "with gradients", "peak", "reserved")
-                cells = [cell(figures and figures[key]) for key in keys]
+                cells = [format_cell(figures and figures[key]) for key in keys]
                 recomputed = "yes" if recompute else "no"
                 print(f"| {row.name} | {recomputed} | {tokens} | {' | '.join(cells)} | {max_tokens} |", flush=True)
 

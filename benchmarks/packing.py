@@ -1,4 +1,4 @@
-"""Time and memory of the update of a toy model in three methods: padded batches, packed sequences, and packed sequences
+"""Time and memory of a toy model's update with three methods: padded batches, packed sequences, and packed sequences
 that share their prompt.
 
     OMP_NUM_THREADS=1 python benchmarks/packing.py
@@ -8,7 +8,7 @@ padded   transformers' own forward on (prompt + response), right-padded, full lo
 packed   our packing, but each response has a copy of its prompt (what --attn flash would compute)
 shared   our packing as used in training: prompt and image once per group
 All three compute the same loss and gradients (checked first). Times are the minimum of interleaved runs on one thread.
-Memory is the growth of the resident set during one update, measured in a separate process for each way. The vision
+Memory is the growth of the resident set during one update, measured in a separate process for each method. The vision
 tower is frozen and its features are not cached here: an update with a warm cache also saves that part.
 """
 
@@ -148,7 +148,7 @@ def main() -> None:
         process.join()
         return growth / 2**20
 
-    peak = {name: memory(update) for name, update in methods.items()}  # first, before anything else grows the heap
+    peak = {name: memory(update) for name, update in methods.items()}  # measured first, before the rest grows the heap
     losses, gradients = {}, {}
     for name, update in methods.items():
         policy.zero_grad()

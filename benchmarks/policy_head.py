@@ -7,8 +7,8 @@
 score    log-probabilities (and entropy, if the implementation returns it) without gradients
 frozen   loss and the gradient of the hidden states: LoRA, or a head that is not trained
 full     loss and the gradients of hidden states and weight
-All compute the same weighted sum of log-probabilities as loss, except torch's own op, which supports only the mean
-cross entropy. Times are the minimum of interleaved runs. Extra memory is the increase of peak memory in one full pass,
+All use the same weighted sum of log-probabilities as loss, except torch's own op, which supports only the mean cross
+entropy. Times are the minimum of interleaved runs. Extra memory is the increase of peak memory in one full pass,
 including the two gradients: of the resident set, in a separate process (CPU), or of the allocator (GPU). Errors are
 relative to float64: the largest difference of logp and entropy, and for gradients the norm of the difference over the
 norm. Implementations that are not installed or cannot run here are listed with the reason. requirements-dev.txt
@@ -170,7 +170,7 @@ def make_inputs(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.
     g = torch.Generator().manual_seed(0)
     device = "cuda" if GPU else "cpu"
     hidden = torch.randn(n, h, generator=g).to(device, dtype)
-    weight = (torch.randn(v, h, generator=g) * (4.0 / h**0.5)).to(device, dtype)  # logits of standard deviation 4
+    weight = (torch.randn(v, h, generator=g) * (4.0 / h**0.5)).to(device, dtype)  # logits have standard deviation 4
     targets = torch.randint(0, v, (n,), generator=g)
     coefficients = torch.randn(n, generator=g) / n
     return hidden, weight, targets.to(device), coefficients.to(device)
@@ -223,8 +223,8 @@ def resident(field: str) -> int:
 
 
 def errors(function: Callable, inputs: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, ...]) -> list[float | None]:
-    """Return the errors against float64: the largest of logp and of entropy, and the relative errors of the gradients
-    of the hidden states and of the weight."""
+    """Return the errors against float64: the largest absolute errors of logp and entropy, and the relative errors of
+    the gradients of the hidden states and the weight."""
     logp, entropy, *gradients = run_once(function, inputs, "full")
     out = []
     for value, expected in zip((logp, entropy), exact[:2], strict=True):

@@ -1,12 +1,13 @@
-"""Speed of rewards, and how much of their time is hidden behind sampling.
+"""Speed of rewards, and how much of their time overlaps with sampling.
 
     python benchmarks/rewards.py [--n 4000]
 
 Answers per second: `geo3k` grades responses like those of Geometry3K (numbers, decimals, fractions, roots, degrees,
-units, names; a tenth of them are wrong), all different, in this process and in worker processes, without start-up time.
+units, names; a tenth of them are wrong), all different, in this process and in worker processes. Start-up time is not
+counted.
 
-Hidden time: a reward sleeps 5 ms per response, and an engine delivers the responses one by one over two seconds. The
-table shows the seconds still to wait after the last response; in brackets, the seconds that grading takes if it only
+Overlap: a reward sleeps 5 ms per response, and an engine delivers the responses one by one over two seconds. The table
+shows the seconds from the last response to the last reward; in brackets, the seconds that grading takes if it only
 starts then.
 """
 
@@ -32,7 +33,7 @@ FORMS = (  # response, truth; N is a number
 SLEEPS = "import time\ndef score(response, example):\n    time.sleep(0.005)\n    return 1.0\n"
 
 
-def geometry(n: int) -> list[SimpleNamespace]:
+def make_rollouts(n: int) -> list[SimpleNamespace]:
     rng = random.Random(0)
     rollouts = []
     for i in range(n):
@@ -60,7 +61,7 @@ def time_grading(grader: Grader, rollouts: Sequence[SimpleNamespace], seconds: f
 
 
 def main(n: int) -> None:
-    rollouts = geometry(n)
+    rollouts = make_rollouts(n)
     print(f"| --reward-workers | geometry, answers/s | 5 ms x {n // 10} responses: seconds after sampling |")
     print("|--:|--:|---|")
     with tempfile.TemporaryDirectory() as folder:

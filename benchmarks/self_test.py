@@ -1,7 +1,7 @@
 """Error rates of the self-test: how often it refuses a correct run, and how often it misses a fault of the weight sync.
 
     OMP_NUM_THREADS=1 python benchmarks/self_test.py                        # random toys of all families, bf16 and fp32
-    OMP_NUM_THREADS=1 python benchmarks/self_test.py demo/start demo/final  # models that were trained
+    OMP_NUM_THREADS=1 python benchmarks/self_test.py demo/start demo/final  # trained models
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/self_test.py --lora-rank 8
     OMP_NUM_THREADS=1 python benchmarks/self_test.py --short                # seconds
 
@@ -44,21 +44,21 @@ from rollout import Engine, ExampleList, SamplingParams, make_prompts, never_sto
 from utils import NamedTensors, derive_seed, setup_distributed  # noqa: E402
 
 FAULTS = ("sound", "tensor", "tower", "experts")
-USED = re.compile(r"under new weights (?:differ by )?([0-9.e+-]+)(?: \(limit | nats.*?the limit is )([0-9.e+-]+)")
-KEPT: list[Engine] = []  # vLLM takes its process groups down with the first engine that is collected
+RATIO = re.compile(r"under new weights(?:: | differ by )([0-9.e+-]+)(?: \(limit | nats.*?average is )([0-9.e+-]+)")
+LIVE_ENGINES: list[Engine] = []  # garbage-collecting one engine would end vLLM's process groups
 
 
-def spoil(named: NamedTensors, lost: str, layer: str) -> Iterator:
-    """Yield the tensors of a sync without the tensor `lost`, and with the first two experts of `layer` swapped."""
+def corrupt(named: NamedTensors, dropped: str, layer: str) -> Iterator:
+    """Yield the tensors of a sync without the tensor `dropped`, and with the first two experts of `layer` swapped."""
     for name, tensor in named:
         if layer and name.startswith(f"{layer}.experts."):
             tensor = tensor[[1, 0, *range(2, len(tensor))]]
-        if name != lost:
+        if name != dropped:
             yield name, tensor
 
 
 def measure(folder: str, dtype: str, args: argparse.Namespace, out: Path, ctx) -> dict[str, list[float]]:
-    """Return, for each fault, the difference under new weights divided by the limit, of each seed."""
+    """Return, per fault and seed, the difference under new weights divided by the limit."""
     flags = ["--model", folder, "--data", "-", "--out", str(out), "--steps", "1", "--dtype", dtype]
     flags += ["--rollout", args.rollout, "--max-new-tokens", "16", "--lora-rank", str(args.lora_rank)]
     flags += ["--train-vision", args.train_vision or ("tower" if args.lora_rank else "all")]
@@ -72,7 +72,7 @@ def measure(folder: str, dtype: str, args: argparse.Namespace, out: Path, ctx) -
     packer = Packer(2048, processor.image_token_id)
     callbacks = {"should_stop": never_stop, "request_stop": print}
     engine = make_training_engine(cfg, models, processor, [examples], ctx, **callbacks)
-    KEPT.append(engine)
+    LIVE_ENGINES.append(engine)
     weights = FullParameters(models.policy, True)
     names, tower = [name for name, *_ in weights.shapes()], models.policy.hf.family.vision
     layers = sorted({name.partition(".experts.")[0] for name in names if ".experts." in name})
@@ -82,24 +82,24 @@ def measure(folder: str, dtype: str, args: argparse.Namespace, out: Path, ctx) -
         pool = {"tower": [name for name in names if name.startswith(tower)], "experts": layers}.get(fault, names)
         for seed in range(args.seeds) if pool else ():
             chosen = random.Random(derive_seed(seed, fault)).choice(pool)
-            lost, layer = chosen if fault in ("tensor", "tower") else "", chosen if fault == "experts" else ""
-            engine.load_weights = lambda named, lost=lost, layer=layer: load(spoil(named, lost, layer))
+            dropped, layer = chosen if fault in ("tensor", "tower") else "", chosen if fault == "experts" else ""
+            engine.load_weights = lambda named, dropped=dropped, layer=layer: load(corrupt(named, dropped, layer))
             try:
                 line = self_test(models.policy, engine, examples, processor, packer, SamplingParams(16, seed=seed))
             except UserError as error:
                 line = str(error)
-                if "under new weights differ" not in line:  # refused for another reason than a fault of the sync
+                if "under new weights differ" not in line:  # an error that has nothing to do with the sync
                     raise
-            new, limit = map(float, USED.search(line).groups())
+            new, limit = map(float, RATIO.search(line).groups())
             ratios.setdefault(fault, []).append(new / limit)
             if (new > limit) == (fault == "sound") and ctx.is_main:
-                print(f"wrong, seed {seed}: {fault} {lost or layer}: {line}", flush=True)
+                print(f"wrong, seed {seed}: {fault} {dropped or layer}: {line}", flush=True)
             engine.load_weights = load
             engine.sync(partial(FullParameters, models.policy, dtype=engine.dtype))
     return ratios
 
 
-def cell(fault: str, ratios: Iterable[float]) -> str:
+def format_cell(fault: str, ratios: Iterable[float]) -> str:
     values = list(ratios)
     if not values:
         return "–"
@@ -116,7 +116,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--task", default="shapes", help="task whose toy images and questions are the prompts")
     parser.add_argument("--train-vision", choices=("none", "merger", "tower", "all"))
     parser.add_argument("--lora-rank", type=int, default=0)
-    parser.add_argument("--hidden", type=int, default=128, help="width of random toys (vLLM, qwen3_5, CPU: 256)")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size of random toys (qwen3_5, vLLM, CPU: 256)")
     parser.add_argument("--families", nargs="+", default=sorted(FAMILIES, reverse=True), choices=tuple(FAMILIES))
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--short", action="store_true", help="one family, two seeds")
@@ -143,7 +143,7 @@ def main() -> None:
     for folder in folders:
         for dtype in args.dtype:
             ratios = measure(folder, dtype, args, scratch / "out", ctx)
-            cells = [cell(fault, ratios.get(fault, ())) for fault in FAULTS]
+            cells = [format_cell(fault, ratios.get(fault, ())) for fault in FAULTS]
             lines.append(f"| {'/'.join(Path(folder).parts[-2:])} | {dtype} | {' | '.join(cells)} |")
             if ctx.is_main:
                 print(lines[-1], flush=True)

@@ -19,8 +19,8 @@ metrics) are.
   train      loss, backward, clipping, AdamW
   rest       images and prompts, rewards, advantages, packing, copying the weights to the engine
 The column "bound" is the ratio that arithmetic allows: TRL's FLOPs over ours, by packing.flop_costs. TRL sends the
-prompt and its images through the model once per response, padded to the longest prompt, both when it samples and when
-it trains. We send them once per prompt, and each image through the frozen tower only once in total. A ratio above its
+prompt and its images through the model once per response, padded to the longest prompt, both in sampling and in
+training. We send them once per prompt, and each image through the frozen tower only once in total. A ratio above its
 bound means that we do more FLOP/s than TRL. On both sides the tokens in the language model's forward are counted,
 including padding; the counts must equal the formula's.
 Memory: peak resident set of each process above what it held before its first step.
@@ -109,7 +109,7 @@ CONFIGS = {
     "A": Config(64, 3, 112, 2, 8, 32, 1024, 1.5, None),
     "B": Config(256, 4, 224, 4, 8, 32, 1300, 2.5, 0.6),
     "C": Config(256, 4, 224, 4, 8, 64, 1300, 2.5, 0.6),  # B with longer responses, which have less to share
-    "B-long": Config(256, 4, 224, 6, 4, 48, 1300, 2.2, 0.6),  # longer too, and fewer responses share a prompt
+    "B-long": Config(256, 4, 224, 6, 4, 48, 1300, 2.2, 0.6),  # longer responses, and fewer of them share a prompt
 }
 
 
@@ -146,7 +146,7 @@ def rewards(n: int) -> list[float]:
     return [i * 0.618 % 1 for i in range(n)]
 
 
-def their_reward(completions: list, **_: object) -> list[float]:
+def trl_reward(completions: list, **_: object) -> list[float]:
     return rewards(len(completions))
 
 
@@ -160,7 +160,7 @@ def examples(n: int, pixels: int) -> list[Example]:
     return result
 
 
-def silent_ids(processor) -> list[int]:
+def unsampled_ids(processor) -> list[int]:
     """Return the tokens that neither side may sample in the speed part: vision placeholders and the end token."""
     return sorted({*processor.banned_ids, *processor.eos_ids})
 
@@ -288,7 +288,7 @@ def make_trainer(model: Path, rows: list[Example], out: Path, **changes):
     }
     hf = load_hf(str(model))
     hf.model.visual.requires_grad_(changes.pop("train_vision", False))
-    reward = changes.pop("reward", their_reward)
+    reward = changes.pop("reward", trl_reward)
     data = datasets.Dataset.from_dict(
         {
             "prompt": [
@@ -304,19 +304,19 @@ def make_trainer(model: Path, rows: list[Example], out: Path, **changes):
     return trainer
 
 
-def their_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> None:
+def trl_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> None:
     import transformers
 
     torch.set_num_threads(1)
-    clock, made = Clock(), []
+    clock, token_counts = Clock(), []
 
-    class Turns(transformers.TrainerCallback):
+    class StepOnMessage(transformers.TrainerCallback):
         """Run one step for each message from the other end of the pipe."""
 
         def on_step_begin(self, *_, **__) -> None:
             pipe.recv()
             clock.pop()
-            if not made:
+            if not token_counts:
                 self.before = status_kib("VmRSS")
                 reset_peak()
             self.began = time.perf_counter()
@@ -329,7 +329,7 @@ def their_worker(pipe, model: Path, config: Config, args: argparse.Namespace) ->
                     "generate": seconds["generate"],
                     "train": step - seconds["prepare"],
                     "rest": seconds["prepare"] - seconds["generate"],
-                    "tokens": made[-1],
+                    "tokens": token_counts[-1],
                     "computed": counter.pop(),
                     "kib": status_kib("VmHWM") - self.before,
                     "peak_kib": status_kib("VmHWM"),
@@ -337,7 +337,7 @@ def their_worker(pipe, model: Path, config: Config, args: argparse.Namespace) ->
             )
 
     with tempfile.TemporaryDirectory() as out:
-        silent = silent_ids(Processor(str(model)))
+        unsampled = unsampled_ids(Processor(str(model)))
         trainer = make_trainer(
             model,
             examples(config.prompts * args.steps, config.pixels),
@@ -347,20 +347,20 @@ def their_worker(pipe, model: Path, config: Config, args: argparse.Namespace) ->
             gradient_accumulation_steps=args.trl_accumulation,
             num_generations=config.group,
             max_completion_length=config.new_tokens,
-            generation_kwargs={"suppress_tokens": silent},
+            generation_kwargs={"suppress_tokens": unsampled},
             gradient_checkpointing=args.trl_checkpointing,
         )
         counter = TokenCounter(trainer.model)
         generate = clock.wrap("generate", trainer.model.generate)
 
-        def counted(*positional, **named):
+        def count_tokens(*positional, **named):
             ids = generate(*positional, **named)
-            made.append(int(ids.shape[0] * (ids.shape[1] - named["input_ids"].shape[1])))
+            token_counts.append(int(ids.shape[0] * (ids.shape[1] - named["input_ids"].shape[1])))
             return ids
 
-        trainer.model.generate = counted
+        trainer.model.generate = count_tokens
         trainer._prepare_inputs = clock.wrap("prepare", trainer._prepare_inputs)
-        trainer.add_callback(Turns())
+        trainer.add_callback(StepOnMessage())
         pipe.send("ready")
         trainer.train()
 
@@ -395,7 +395,7 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
     rows = examples(config.prompts * args.steps, config.pixels)
     cache = VisionCache(cfg.model.vision_cache_gb * 2**30)
     policy = Policy(load_hf(str(model)), processor, cache=cache)
-    policy.banned = torch.tensor(silent_ids(processor))
+    policy.banned = torch.tensor(unsampled_ids(processor))
     policy.train()
     apply_fsdp(policy, ctx.device, torch.float32)
     models = Models(policy, make_optimizer(policy, cfg.optim.lr, cfg.optim.weight_decay))
@@ -443,13 +443,13 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
         clock.pop()
         began = time.perf_counter()
         counts = profile.runcall(step, number) if profile else step(number)
-        seconds, whole = clock.pop(), time.perf_counter() - began
+        seconds, total = clock.pop(), time.perf_counter() - began
         pipe.send(
             {
-                "step": whole,
+                "step": total,
                 "generate": seconds["generate"],
                 "train": seconds["train"],
-                "rest": whole - seconds["generate"] - seconds["train"],
+                "rest": total - seconds["generate"] - seconds["train"],
                 "kib": status_kib("VmHWM") - before,
                 "peak_kib": status_kib("VmHWM"),
             }
@@ -466,10 +466,10 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
         model = Path(folder)
         demo.make_model(model, hidden=config.hidden, layers=config.layers)
         pipes = {}
-        for side, worker in (("trl", their_worker), ("ours", our_worker)):
-            pipes[side], far = context.Pipe()
-            context.Process(target=worker, args=(far, model, config, args), daemon=True).start()
-            far.close()
+        for side, worker in (("trl", trl_worker), ("ours", our_worker)):
+            pipes[side], child_end = context.Pipe()
+            context.Process(target=worker, args=(child_end, model, config, args), daemon=True).start()
+            child_end.close()
             pipes[side].recv()  # ready
         for _ in range(args.steps):
             for side, pipe in pipes.items():
@@ -485,11 +485,12 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
             # responses that begin with the same token share it, which the arithmetic cannot predict
             close = 0 <= computed["tokens"] - counted <= 0.01 * computed["tokens"]
             assert close, f"{side}, {part}: {counted} tokens, expected {computed['tokens']}"
-    mean = {side: {what: {} for what in ("tokens", "flops")} for side in measured}  # without the first step, a warmup
+    # the first step is a warmup and not counted
+    mean = {side: {quantity: {} for quantity in ("tokens", "flops")} for side in measured}
     for side, part in works[0]:
-        for what, numbers in mean[side].items():
-            numbers[part] = statistics.mean(work[side, part][what] for work in works[1:])
-    for numbers in chain.from_iterable(of_side.values() for of_side in mean.values()):
+        for quantity, numbers in mean[side].items():
+            numbers[part] = statistics.mean(work[side, part][quantity] for work in works[1:])
+    for numbers in chain.from_iterable(quantities.values() for quantities in mean.values()):
         numbers["step"] = sum(numbers.values())
     bound = {part: mean["trl"]["flops"][part] / n for part, n in mean["ours"]["flops"].items()}
     best = {
@@ -507,9 +508,9 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
     for part in ("step", "generate", "train", "rest"):
         bound_cell = f" {bound[part]:6.2f}x" if part in bound else ""
         print(f"{part:22} {best['trl'][part]:8.3f} {best['ours'][part]:8.3f} {ratio[part]:6.2f}x{bound_cell}")
-    for label, what, unit in (("tokens", "tokens", 1), ("GFLOP", "flops", 1e9)):
+    for label, quantity, unit in (("tokens", "tokens", 1), ("GFLOP", "flops", 1e9)):
         for part in ("step", "generate", "train"):
-            theirs, ours = (mean[side][what][part] / unit for side in ("trl", "ours"))
+            theirs, ours = (mean[side][quantity][part] / unit for side in ("trl", "ours"))
             print(f"{f'{label}, {part}':22} {theirs:8.6g} {ours:8.6g} {theirs / ours:6.2f}x")
     print(
         f"{'MiB above start':22} {best['trl']['mib']:8.1f} {best['ours']['mib']:8.1f} {1 / ratio['mib']:6.2f} of "
@@ -532,19 +533,19 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
 # Equality
 
 
-class _Caught(Exception):
+class _GradientsReady(Exception):
     """Raised to stop TRL's loop once its gradients are computed."""
 
 
-def their_gradients(model: Path, out: Path, name: str, train_vision: bool) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Return TRL's own batch with all that TRL computes on it, in (rows, columns), and the gradients by name."""
+def trl_gradients(model: Path, out: Path, name: str, train_vision: bool) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Return TRL's own batch with what TRL computes on it, as (rows, columns) tensors, and the gradients by name."""
     import transformers
 
     batch: dict = {}
 
     class Stop(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, *_, **__) -> None:
-            raise _Caught
+            raise _GradientsReady
 
     trainer = make_trainer(
         model,
@@ -558,14 +559,14 @@ def their_gradients(model: Path, out: Path, name: str, train_vision: bool) -> tu
         max_grad_norm=0.0,
         **(LOSS_TYPES[name][1] | {"beta": 0.0}),  # with beta it would load a second model
     )
-    score, loss_of = trainer._get_per_token_logps_and_entropies, trainer._compute_loss
+    compute_logps, compute_loss = trainer._get_per_token_logps_and_entropies, trainer._compute_loss
 
-    def scored(*args, **kwargs):
-        out = score(*args, **kwargs)
+    def record_logps(*args, **kwargs):
+        out = compute_logps(*args, **kwargs)
         batch["logp"], batch["entropy"] = out[0].detach().clone(), out[1].detach().clone()
         return out
 
-    def loss(hf, inputs):
+    def changed_loss(hf, inputs):
         """Compute the loss on the sampled batch, but with changed lengths and old log-probabilities."""
         lengths = torch.arange(len(inputs["completion_ids"])) % 12 + 1
         inputs["completion_mask"] = inputs["completion_mask"] * (
@@ -574,7 +575,7 @@ def their_gradients(model: Path, out: Path, name: str, train_vision: bool) -> tu
         inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
         with torch.no_grad():
             trainer.model.eval()
-            loss_of(hf, inputs)
+            compute_loss(hf, inputs)
             trainer.model.train()
         shift = torch.randn(batch["logp"].shape, generator=torch.Generator().manual_seed(1)) * 0.3
         # TRL accepts advantages per token. The loss is linear in them, so their gradient is each token's
@@ -586,15 +587,15 @@ def their_gradients(model: Path, out: Path, name: str, train_vision: bool) -> tu
             "advantages": per_token,
         }
         trainer.beta = LOSS_TYPES[name][1].get("beta", 0.0)
-        total = loss_of(hf, inputs)
+        total = compute_loss(hf, inputs)
         batch.update(inputs, loss=total.detach())
         return total
 
-    trainer._get_per_token_logps_and_entropies, trainer._compute_loss = scored, loss
+    trainer._get_per_token_logps_and_entropies, trainer._compute_loss = record_logps, changed_loss
     trainer.add_callback(Stop())
     try:
         trainer.train()
-    except _Caught:
+    except _GradientsReady:
         pass
     batch["per_token_loss"] = (batch["advantages"] * batch["advantages"].grad).detach()
     return batch, {
@@ -607,7 +608,7 @@ def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
     if not torch.distributed.is_initialized():
         setup_distributed()
     with tempfile.TemporaryDirectory() as out:
-        theirs, their_grads = their_gradients(model, Path(out), name, train_vision)
+        theirs, their_grads = trl_gradients(model, Path(out), name, train_vision)
     processor = Processor(str(model))
     n, width = theirs["completion_ids"].shape
     mask = theirs["completion_mask"].bool()
