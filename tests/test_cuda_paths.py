@@ -111,7 +111,9 @@ def test_attention_compiles_twice_for_all_lengths(null_gpu):
     limited = null_gpu | {"NULL_GPU_VALUES_MIB": "16"}
     counts = json.loads(run(limited, NULL_GPU / "check_graphs.py").splitlines()[-1])
     assert counts["graphs"][0] <= 2 and max(counts["graphs"]) <= 3 and counts["with LoRA"] <= max(counts["graphs"]) + 1
-    assert counts["GiB"] < 2  # at 65,536 tokens, for which a mask of tokens by tokens would take 40 GiB
+    # At 65,536 tokens: 2.4 GiB, of which 1 GiB are repeated key heads and their gradients. A mask of tokens by tokens
+    # would take 40 GiB.
+    assert counts["GiB"] < 3
 
 
 @pytest.mark.slow
