@@ -128,8 +128,8 @@ def help_with_default(f: Field) -> str:
     text, default = f.metadata["help"], f.default
     if default in (REQUIRED, None, "", ()) or default is False or "default" in text:
         return text
-    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    return f"{text} (default: {'on' if default is True else shown})"
+    values = default if isinstance(default, tuple) else ("on" if default is True else default,)
+    return f"{text} (default: {' '.join(f'{x:.6g}' if isinstance(x, float) else str(x) for x in values)})"
 
 
 class HelpAction(argparse.Action):
