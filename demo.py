@@ -368,6 +368,7 @@ def warm_start(
 # ----------------------------------------------------------------------------------------------------------------------
 # The whole demo
 
+OUTPUTS = ".demo base start run final eval train.parquet test.parquet summary.json curve.png".split()
 TRAIN_FLAGS = (
     "--prompts-per-step 32 --group-size 8 --lr 2e-4 --warmup-steps 5 --schedule cosine "
     "--micro-tokens 2048 --save-every 20"
@@ -407,15 +408,18 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
             need(code == 0, f"the '{name}' command of the demo failed with exit code {code}: {shlex.join(line)}")
         seconds[name] = round(time.perf_counter() - start_time, 1)
 
-    # The run of an earlier demo must not be resumed or mixed with this one; other files must not be deleted.
-    need((out / "train.parquet").is_file() or not out.exists() or not any(out.iterdir()),
-         f"--out {out} is not empty and not the folder of an earlier demo; choose another folder")
+    # An earlier demo is replaced, so that its run is not resumed. Other files must not be deleted.
+    found = {path.name for path in out.glob("*")}
+    others = found.difference(OUTPUTS if ".demo" in found else ())
+    need(not others, f"--out {out} has files that are not an earlier demo's: {', '.join(sorted(others)[:3])}; move or "
+         "delete them, or choose another folder")
     check_writable(out, f"--out {out}")
     print("The demo builds data and a model, trains the model on correct answers and then on a bad habit (the\n"
           "supervised warm start), trains it by RL, and evaluates it. The seconds shown are those of `shapes`\n"
-          "on two otherwise idle cores.", flush=True)
+          "on two otherwise idle cores. An earlier demo in the same folder is replaced.", flush=True)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
+    (out / ".demo").touch()
     cfg = replace(cfg, steps=10, see_steps=10, habit_steps=5) if short else cfg
     n_train, n_test = (400, 100) if short else (2000, 400)
     base, start, run, final = (out / name for name in ("base", "start", "run", "final"))

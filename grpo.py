@@ -35,7 +35,7 @@ class AdvantageEstimator:
 
     function: Callable
     # default of --algo-args norm_std, as in the estimator's paper: group, batch or none (see group_advantages)
-    norm_std: str
+    norm_std: str = "group"
     grouped: bool = True  # compares the samples of a prompt, so equal rewards mean advantage 0
     per_token: bool = False
     needs_values: bool = False  # needs a critic
@@ -161,6 +161,8 @@ def group_advantages(
     # a per-token estimator is not called here (compute_advantages does): for responses of one token each it would
     # return the rewards unchanged
     difference = rewards if estimator.per_token else apply_to_graded(estimator.function, rewards, graded_PG)
+    need(difference.shape == rewards.shape, f"--adv {method}: {estimator.function.__name__} must return a tensor of "
+         f"the rewards' shape (P, G), {tuple(rewards.shape)}, but returned {tuple(difference.shape)}")
     if estimator.grouped:
         difference = difference.masked_fill(constant_groups(rewards, graded_PG), 0.0)
     norm_std = norm_std or estimator.norm_std

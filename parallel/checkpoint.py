@@ -40,7 +40,7 @@ from errors import (
     report_write_errors,
 )
 from layers.lora import add_lora, find_lora_layers, read_adapter
-from model import ModelConfig, Policy, load_config, load_hf
+from model import ModelConfig, Policy, load_config, load_hf, weight_files
 from parallel.loading import NONFINITE_MESSAGE, build_meta_model, find_nonfinite, match_parameters, read_parameter
 from parallel.sharding import FullParameters, reshard
 from settings import RENAMED, build_config
@@ -155,6 +155,26 @@ def file_checksum(file: Path) -> list:
         while block := f.read(2**22):
             crc, size = zlib.crc32(block, crc), size + len(block)
     return [size, f"{crc:08x}"]
+
+
+def base_checksum(model: str) -> str:
+    """Return a checksum of the sizes of a model's weight files and of the first and last MiB of each. Reading them
+    whole would take minutes for a large model."""
+    crc = 0
+    for path in weight_files(model):
+        with open(path, "rb") as file:
+            start, size = file.read(2**20), file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 2**20))
+            crc = zlib.crc32(b"%d" % size + start + file.read(), crc)
+    return f"{crc:08x}"
+
+
+def check_base(checkpoint: Path, model: str) -> None:
+    """Raise UserError if a checkpoint holds adapters that were trained on other weights than those of `model`."""
+    trained_on = read_trainer_state(checkpoint).get("base")
+    need(trained_on in (None, base_checksum(model)),
+         f"{checkpoint}: its adapters were trained on other weights than {model!r} has now; restore those, or start a "
+         "new run")
 
 
 def find_damage(checkpoint: Path) -> str | None:
@@ -415,6 +435,7 @@ class TrainedWeights(FullParameters):
         self.hf = build(base, paths=self.cfg.family_paths)
         self.hf.loaded_from = self.source = checkpoint or base
         if lora := self.cfg.lora(args.get("seed", 0)):
+            check_base(checkpoint, base)
             add_lora(self.hf, lora)
         elif checkpoint and not args:
             read_adapter(self.hf, checkpoint, base)

@@ -16,6 +16,7 @@ from layers.lora import AdapterFreePolicy, add_lora
 from model import Critic, ModelConfig, Policy, PolicyOutput, Processor, VisionCache, resolve_dtype
 from packing import Packer
 from parallel import sharding
+from parallel.checkpoint import base_checksum
 from parallel.loading import build_meta_model, load_sharded
 from rollout import ExampleList, GetWeights, ResetFn, Rollout, identity, make_prompts
 from settings import flag_field
@@ -66,6 +67,7 @@ class Models:
     dtype: torch.dtype = torch.float32  # compute dtype
     checkpointed: dict[str, tuple] = field(default_factory=dict)  # saved in checkpoints: name -> (model, optimizer)
     checkpoint_parts: list[str] = field(default_factory=list)  # result of the function checkpoint_parts
+    base: str | None = None  # with LoRA: checksum of the weights that the adapters are trained on
 
     def with_weights(self) -> list[Policy]:
         """Return the models that have separate weights; AdapterFreePolicy shares the policy's."""
@@ -156,7 +158,8 @@ def build_models(cfg: Any, processor: Processor, ctx: DistContext) -> Models:
 
     policy = build(Policy, value_head=algo.needs_values and algo.critic == "head")
     optimizer = sharding.make_optimizer(policy, optim.lr, optim.weight_decay, algo.critic_lr, optim.vision_lr)
-    models = Models(policy, optimizer, dtype=dtype, checkpoint_parts=checkpoint_parts(model, algo))
+    base = base_checksum(model.model) if lora else None
+    models = Models(policy, optimizer, dtype=dtype, checkpoint_parts=checkpoint_parts(model, algo), base=base)
     models.checkpointed["policy"] = policy, optimizer
     if algo.needs_values and algo.critic == "separate":
         models.critic = build(Critic)

@@ -146,6 +146,7 @@ def find_resume_checkpoint(out: Path, resume: str, settings: Mapping[str, Any], 
          f"--resume {start}: it holds {', '.join(held) or 'the policy alone'}, but this run needs "
          f"{', '.join(parts) or 'the policy alone'}; keep --adv, --lora-rank, --train-vision and the --algo-args "
          "critic and ref_every")
+    checkpoint.check_base(start, settings["model"])
     need(newest is None or newest.resolve() == start.resolve(),
          f"--resume {resume} is not the newest checkpoint in --out {out}, and a run directory holds one history; "
          f"resume {newest}, or choose another --out")
@@ -195,7 +196,7 @@ class CheckpointSaver:
     def save(self) -> Path | None:
         """Save a checkpoint of the last whole step unless there is one. Return the newest checkpoint, if any."""
         if self.state.step > self.saved:
-            position = {"parts": self.models.checkpoint_parts} | asdict(self.state)
+            position = {"parts": self.models.checkpoint_parts, "base": self.models.base} | asdict(self.state)
             best = self.best_eval_step() if self.cfg.keep_best else None
             checkpoint.save_checkpoint(
                 self.out, self.state.step, self.models.checkpointed, self.cfg.keep, position, best

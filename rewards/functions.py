@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import reward
-from errors import ErrorContext, UserError, nearest_path, need
+from errors import UserError, nearest_path, need, users_traceback
 from reward import task_name
 
 
@@ -101,22 +101,27 @@ def absolute_files(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def import_file(path: str, flag: str) -> ModuleType:
-    """Import a user's Python file. `flag` is for messages. Raise UserError if there is no such file."""
+    """Import a user's Python file. `flag` is for messages. Raise UserError if there is no such file, or with the
+    traceback of the user's code if the import fails."""
     need(Path(path).is_file(), f"{flag}: there is no file {path!r} (seen from {os.getcwd()}){nearest_path(path)}")
     module_spec = importlib.util.spec_from_file_location(f"custom_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickle look a module up by its name
     if (folder := str(Path(path).resolve().parent)) not in sys.path:
         sys.path.append(folder)  # it stays there, because a function may import when it is called
-    with ErrorContext(f"raised while importing {flag}; modules of this repository and installed ones take precedence "
-                      "over files in its folder"):
+    try:
         module_spec.loader.exec_module(module)
+    except Exception as error:  # users' code may raise anything
+        raise UserError(
+            f"{flag}: importing the file failed (modules of this repository and installed ones take precedence over "
+            f"files in its folder):\n{users_traceback(error).rstrip()}"
+        ) from error
     return module
 
 
 def load_reward_function(spec: str) -> RewardFunction:
     """Load FILE.py:FUNCTION. Raise UserError if the file or the function is missing, or if the function cannot be
-    called as a reward. Errors raised by the file itself pass through.
+    called as a reward, or if importing the file fails.
 
     The file may import others in its folder, unless they are named like modules of this repository or installed ones,
     which take precedence.

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import grpo
 import train
+from errors import UserError
 from grpo import (
     PolicyLoss,
     adapt_kl_coef,
@@ -74,6 +75,13 @@ def test_advantages_equal_the_formulas_and_ignore_a_shift_of_a_group(rewards, sh
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
         if method in GROUPED and (r[0].amax() == r[0].amin()) == (shifted[0].amax() == shifted[0].amin()):
             torch.testing.assert_close(group_advantages(shifted, method, norm_std), got, rtol=1e-6, atol=1e-6)
+
+
+def test_an_estimator_that_returns_another_shape_is_named(monkeypatch):
+    wrong = grpo.AdvantageEstimator(lambda rewards_PG: rewards_PG.mean(dim=1))
+    monkeypatch.setitem(grpo.ADVANTAGES, "wrong", wrong)
+    with pytest.raises(UserError, match=r"--adv wrong: <lambda> must return .* \(4, 4\), but returned \(4,\)"):
+        grpo.group_advantages(torch.rand(4, 4), "wrong")
 
 
 def test_ranks_that_share_their_moments_get_the_whole_steps_advantages():

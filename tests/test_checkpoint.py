@@ -424,6 +424,19 @@ def test_a_run_resumes_only_with_the_same_adapters(copy, toys):
             find_start(train.parse_args([*common, *flag.split()]))
 
 
+def test_adapters_are_not_used_with_other_weights_than_they_were_trained_on(copy, toys, tmp_path):
+    _, _, out = copy
+    base = Path(shutil.copytree(toys["qwen2_5_vl"], tmp_path / "base"))
+    rewrite_trainer_state(step_dir(out, 4), parts=["lora_rank_4"], base=C.base_checksum(str(base)))
+    cfg = train.parse_args(f"--model {base} --data d --out {out} --steps 9 --resume auto --lora-rank 4".split())
+    (out / "run.json").write_text(json.dumps({"args": cfg.to_flags()}))
+    assert find_start(cfg) == step_dir(out, 4)
+    flip_bit(base / "model.safetensors", offset=-1)
+    for use in (lambda: find_start(cfg), lambda: C.TrainedWeights(str(out))):
+        with pytest.raises(UserError, match="000004: its adapters were trained on other weights than '.*base' has now"):
+            use()
+
+
 def test_resume_refuses_flags_that_change_the_weights_or_the_data_position(copy, toys):
     _, _, out = copy
     (out / "run.json").unlink()

@@ -175,6 +175,14 @@ def test_a_function_that_cannot_be_called_is_refused_at_once(load, specs, messag
         Grader(RewardConfig(reward=tuple(spec.format(dir=load.path.parent) for spec in specs)))
 
 
+@pytest.mark.parametrize("text, message", [("def score(response)\n", "SyntaxError"), ("import nowhere", "nowhere")])
+def test_a_file_that_cannot_be_imported_is_refused_with_the_users_frames_alone(text, message, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(reward.UserError, match=f"(?s)--reward '.*mine.py:score': importing .*{message}") as caught:
+        functions.load_reward_function(f"{tmp_path / 'mine.py'}:score")
+    assert "functions.py" not in str(caught.value) and str(caught.value).count("mine.py") > 1
+
+
 def test_settings_of_a_judge_need_a_judge():
     with pytest.raises(reward.UserError, match="--judge needs --judge-url"):
         Grader(RewardConfig(judge=("weight=0.5",)))

@@ -95,11 +95,13 @@ def test_triangles_are_as_large_as_the_answers_say():
 BRACES = str.maketrans("{}", "()")
 
 
-def test_the_demo_overwrites_only_an_earlier_demo(tmp_path):
-    (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ValueError, match="is not empty and not the folder of an earlier demo"):
+@pytest.mark.parametrize("names", ["thesis.txt", "train.parquet", ".demo train.parquet thesis.txt", ".demo run notes/"])
+def test_the_demo_overwrites_only_an_earlier_demo(tmp_path, names):
+    for name in names.split():
+        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_text("precious")
+    with pytest.raises(ValueError, match="has files that are not an earlier demo's: "):
         demo.run_demo(tmp_path, 0, "qwen2_5_vl", short=True)
-    assert (tmp_path / "thesis.txt").read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == len(names.split())
 
 
 def test_a_task_without_a_demo_is_refused_with_a_list_of_those_that_have_one(tmp_path):
