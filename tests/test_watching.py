@@ -58,7 +58,7 @@ from report.records import encode_image
 from report.run_warnings import RunWarnings
 from report.samples import format_sample_lines, most_varied_group, shorten
 from report.summary import best_evaluation, run_summary
-from report.terminal import format_fixed_width, header_line, step_line, throughput_metrics
+from report.terminal import format_fixed_width, header_line, step_line, throughput_metrics, visible_columns
 from rollout import Prompt, Rollout, RolloutCounter
 from tasks.shapes import encode_png, shapes_rows
 from utils import DistContext, Meter
@@ -346,12 +346,27 @@ WIDE = {
 
 
 def test_a_step_line_has_at_most_100_columns():
-    assert len(header_line(99999, WIDE)) == len(step_line(12345, 99999, WIDE, 1e7)) == 100
+    wide = visible_columns(WIDE)
+    assert len(header_line(99999, wide)) == len(step_line(12345, 99999, wide, WIDE, 1e7)) == 100
     lean = {"reward/zero_std_frac": 1.0, "time/step": 0.1}
-    assert len(header_line(60, lean)) == len(step_line(1, 60, lean, 5.0)) <= 100
-    assert step_line(1, 60, lean, 5.0).split() == "step 1/60 - 1.00 - - - - 0.1 - - - 00:05".split()
+    columns = visible_columns(lean)
+    assert len(header_line(60, columns)) == len(step_line(1, 60, columns, lean, 5.0)) <= 100
+    assert step_line(1, 60, columns, lean, 5.0).split() == "step 1/60 - 1.00 - - - - 0.1 - - - 00:05".split()
     assert [format_fixed_width(x, 6, 3).strip() for x in (0.5, -3.14159, 999.96, 123456.7, 1e12, math.nan)] == [
         "0.500", "-3.142", "999.96", "123457", "1e+12", "nan"]  # fmt: skip
+
+
+def test_rows_keep_the_columns_of_their_header(quick, monkeypatch, capsys):
+    """A step without an update has no MFU."""
+    values = iter([{}, {"perf/mfu": 0.5}, {}])
+    monkeypatch.setattr(report.log, "throughput_metrics", lambda *_: next(values))
+    quick("--steps", 3)
+    table = [line.split() for line in capsys.readouterr().out.splitlines() if re.match("step +([0-9]|reward)", line)]
+    at = table[2].index("mfu")
+    assert [line[0:2] for line in table] == [
+        ["step", "reward"], ["step", "1/3"], ["step", "reward"], ["step", "2/3"], ["step", "3/3"]]  # fmt: skip
+    assert "mfu" not in table[0] and len(table[1]) == len(table[0]) + 1
+    assert [line[at + 1] for line in table[3:]] == ["0.50", "-"]
 
 
 def test_throughput_metrics():
