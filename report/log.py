@@ -267,7 +267,8 @@ class RunLog:
         self.finish()
         message = f"done: {self.cfg.run.steps} steps, newest checkpoint in {self.out / 'checkpoints'}"
         if best := self.summary.get("best"):
-            kept = Path(best["checkpoint"]).name if best["checkpoint"] else "not saved; see --keep-best"
+            kept = "not saved; see --keep-best" if best["step"] else "before training"
+            kept = Path(best["checkpoint"]).name if best["checkpoint"] else kept
             message += f"; best evaluation {next(iter(best.values())):.3f} at step {best['step']} ({kept})"
         if self.start >= self.cfg.run.steps:
             message = (
