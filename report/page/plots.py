@@ -20,8 +20,8 @@ MAX_CURVE_POINTS = 300  # per curve; with more steps each point is the mean of s
 SMOOTH = 25  # a running mean covers 1/25 of a run; curves with at most 25 points are not smoothed
 IGNORED_SETTINGS = {"seed", "out", "resume", "keep", "save_every", "keep_best", "report_to", "timeout_minutes",
                     "grace_seconds"}  # fmt: skip
-FAILURES = {"reward/errors", "reward/timeouts"}  # counts that are drawn only if there were any
-NO_PARTS = FAILURES | {"reward/km"}  # not named rewards, or on another scale
+FAILURE_COUNTS = {"reward/errors", "reward/timeouts"}  # counts that are drawn only if there were any
+NO_PARTS = FAILURE_COUNTS | {"reward/km"}  # not named rewards, or on another scale
 # Prefixes of all metrics that a run logs (docs/metrics.md). Those with another prefix get a panel for it
 LOGGED_PREFIXES = """accuracy async balance curriculum episode eval grader judge kl loss lr memory mismatch noisy perf
     policy progress response reward rollout sampling step sync time update value vision""".split()
@@ -126,7 +126,7 @@ def measured_lines(panel: Panel, rows: MetricRows) -> list[Line]:
     lines: dict[tuple, Line] = {}  # one for metrics with equal values, which would hide each other
     for name, label in labels.items():
         steps, values = series(rows, name)
-        if name in FAILURES and not any(values):
+        if name in FAILURE_COUNTS and not any(values):
             continue
         values = [round(x, 3) for x in values] if panel.unit == "seconds" else values
         ends = [series(rows, f"{name}_{end}") for end in ("low", "high")]
@@ -306,7 +306,7 @@ def plot_runs(runs: Sequence[Path], out: Path) -> None:
         for metric, label in panel.metrics.items():
             lines = [mean_line(name, metric, [rows_by_run[run] for run in members]) for name, _, members in groups]
             title = panel.title if len(panel.metrics) == 1 else f"{panel.title}: {label}"
-            if any(any(line.values) if metric in FAILURES else line.steps for line in lines):
+            if any(any(line.values) if metric in FAILURE_COUNTS else line.steps for line in lines):
                 panels.append((panel._replace(title=title), lines))
     need(panels, f"--plot-runs {' '.join(map(str, runs))}: none of the plotted metrics has a value; choose other runs")
     draw_grid(panels, out / "curves.png", len(groups))
