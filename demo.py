@@ -392,7 +392,7 @@ def env_flag_args(task: str) -> tuple[object, ...]:
 
 def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes", processes: int = 2) -> dict:
     """Run the whole pipeline, each command as a user would type it. Write summary.json and return its content."""
-    out = out.absolute()  # the commands run in the folder of this file
+    out = out.resolve()  # the commands run in the folder of this file
     cfg = load_demo_config(task)
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     seconds = {}

@@ -331,7 +331,7 @@ class RewardFailure:
         if is_user_error:
             line = printable(str(error).strip().partition("\n")[0])
         trace = "" if is_user_error or getattr(error, "in_a_line", False) else users_traceback(error)
-        return cls("errors", type(error).__name__, line, trace, error)
+        return cls("errors", "invalid" if type(error) is UserError else type(error).__name__, line, trace, error)
 
     def exception(self) -> BaseException:
         """Return the exception, or if it was raised in a worker process, a UserError with the traceback from there."""

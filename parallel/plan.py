@@ -76,7 +76,7 @@ each step                     FLOPs   seconds
   vision tower             {flops[vision]:10.1e}{seconds[vision]:10.1f}
   log-probabilities        {flops[logprobs]:10.1e}{seconds[logprobs]:10.1f}
   update                   {flops[update]:10.1e}{seconds[update]:10.1f}   MFU {mfu:.1%}
-  whole step                         {step_seconds:10.1f}   rollout + training; with --async-steps the longer
+  whole step                         {step_seconds:10.1f}   rollout + training (--async-steps: the longer one)
 {tokens_per_second_per_gpu:,.0f} tokens/s per GPU, prompts included
 steps: {steps:,}; time: {hours:.2f} hours; price: {usd:,.2f} USD at {gpu_hour_usd:g} USD per GPU-hour
 

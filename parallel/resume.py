@@ -103,10 +103,16 @@ def load_resumed_settings(settings: Iterable[Field], args: Mapping[str, Any]) ->
 
 
 def absolute_path(path: str | None) -> str | None:
-    """Make existing paths absolute, also in a comma list or as a glob. Return anything else (a hub id) unchanged."""
-    parts = (path or "").split(",")
-    parts = [str(Path(part).absolute()) if Path(part).exists() or glob(part) else part for part in parts]
-    return ",".join(parts) if path else path
+    """Make existing paths absolute, without "..", also in a comma list or as a glob. Return anything else (a hub id)
+    unchanged. Symlinks are kept, except those before "..": the parent of `link/..` is not that of the link."""
+
+    def make_absolute(part: str) -> str:
+        file = Path(part)
+        if not (file.exists() or glob(part)):
+            return part
+        return str(file.parent.resolve() / file.name if ".." in file.parts else file.absolute())
+
+    return ",".join(map(make_absolute, path.split(","))) if path else path
 
 
 def absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,7 +178,7 @@ def format_setting_changes(out: Path, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that have changed since the run in --out was last started, as text."""
     file = out / "run.json"
     last = checkpoint.read_json(file).get("args", {}) if file.is_file() else {}
-    changes = diff_settings(last | {"resume": settings["resume"]}, settings)
+    changes = diff_settings(last | {name: settings[name] for name in ("resume", "config")}, settings)
     return [f"{flag_name(name)} {old} -> {new}" for name, (old, new) in changes.items()]
 
 

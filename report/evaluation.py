@@ -268,15 +268,16 @@ def reliance_sentence(metric: str, ablation: str, result: Mapping[str, Any], cha
     taken_away = TAKEN_AWAY.get(ablation, "the image")
     if result["drop_ci95"][0] <= 0:
         return (
-            f"With {ABLATIONS[ablation]} the {metric} does not drop significantly, to {result[metric]:.3f}: no "
-            f"evidence that the model uses {taken_away}."
+            f"With {ABLATIONS[ablation]} the {metric} is {result[metric]:.3f}, not significantly lower: no evidence "
+            f"that the model uses {taken_away}."
         )
-    drop = f"With {ABLATIONS[ablation]} the {metric} drops by {result['drop']:.3f} to {result[metric]:.3f}"
+    own = result[metric] + result["drop"]
+    drop = f"With {ABLATIONS[ablation]} the {metric} drops from {own:.3f} to {result[metric]:.3f}"
     if chance is None:
         return f"{drop}: this much depends on {taken_away}."
     if result["accuracy_ci95"][0] <= chance:
-        return f"{drop}, not significantly above chance ({chance:.3f}): the model uses {taken_away}."
-    return f"{drop}, above chance ({chance:.3f}): some questions can be answered without {taken_away}."
+        return f"{drop}, down to the level of chance ({chance:.3f}): the model uses {taken_away}."
+    return f"{drop}, still above chance ({chance:.3f}): some questions can be answered without {taken_away}."
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -302,6 +303,8 @@ def format_summary(summary: Mapping[str, Any]) -> list[str]:
         lines.append("  " + "  ".join(f"{name} {summary[name]:.3f}" for name in several))
     tables = {"rewards": "mean"} | {name: metric for name in summary if name.startswith("by_")}
     for column, name in tables.items():
+        if column == "by_answer_type" and len(summary[column]) == 1:  # it would repeat the first line
+            continue
         lines += [f"{printable(column).replace('_', ' ', 1)}:"] if summary[column] else []
         width = max(map(len, map(printable, summary[column])), default=0)
         for value, result in summary[column].items():

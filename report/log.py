@@ -30,7 +30,15 @@ from report.run_files import json_line, read_rows, write_records, write_rows, wr
 from report.run_warnings import RunWarnings
 from report.samples import format_sample_lines, gather_samples
 from report.summary import run_summary
-from report.terminal import evaluation_bars, header_line, legend, step_line, throughput_metrics
+from report.terminal import (
+    Column,
+    evaluation_bars,
+    header_line,
+    legend,
+    step_line,
+    throughput_metrics,
+    visible_columns,
+)
 from report.writer import ReportPage, Writer, find_drawing
 from rollout import ResetFn
 from settings import REQUIRED, format_setting, may_come_from_folder
@@ -91,6 +99,7 @@ class RunLog:
         self.page_content: ReportPage | None = None
         self.outdated = True  # are there rows that report.html and curves.png do not show yet?
         self.drawn_at, self.draw_seconds = -math.inf, 0.0  # when they were last drawn, and how long it took
+        self.columns: list[Column] = []  # of the printed header
         self.writer = Writer()
         self.report_seconds = 0.0  # spent on reports by this process since the last row
         if not ctx.is_main:
@@ -208,13 +217,14 @@ class RunLog:
             self._write_run_json()
         self._write(step, metrics)
         eta = (now - self.started) / (step - self.start) * (self.cfg.run.steps - step)
-        if step == self.start + 1:
-            tqdm.write(legend(metrics))
-        if (step - self.start - 1) % HEADER_EVERY == 0:
-            tqdm.write(header_line(self.cfg.run.steps, metrics))
+        printed, self.columns = self.columns, visible_columns(metrics, self.columns)
+        if self.columns != printed:
+            tqdm.write(legend(self.columns))
+        if self.columns != printed or (step - self.start - 1) % HEADER_EVERY == 0:
+            tqdm.write(header_line(self.cfg.run.steps, self.columns))
         self.bar.update()
         warnings = self.warnings.update({"step": step, **metrics})
-        for line in (step_line(step, self.cfg.run.steps, metrics, eta), *warnings):
+        for line in (step_line(step, self.cfg.run.steps, self.columns, metrics, eta), *warnings):
             tqdm.write(line)
         if "eval/n" in metrics:
             tqdm.write(evaluation_bars(read_rows(self.path)))
@@ -257,7 +267,8 @@ class RunLog:
         self.finish()
         message = f"done: {self.cfg.run.steps} steps, newest checkpoint in {self.out / 'checkpoints'}"
         if best := self.summary.get("best"):
-            kept = Path(best["checkpoint"]).name if best["checkpoint"] else "not saved; see --keep-best"
+            kept = "not saved; see --keep-best" if best["step"] else "before training"
+            kept = Path(best["checkpoint"]).name if best["checkpoint"] else kept
             message += f"; best evaluation {next(iter(best.values())):.3f} at step {best['step']} ({kept})"
         if self.start >= self.cfg.run.steps:
             message = (

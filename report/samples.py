@@ -1,6 +1,5 @@
 """Samples of a training step, for the terminal and for OUT/rollouts/step_*.jsonl and .html."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,11 +42,6 @@ def sample_records(batch: Any) -> list[dict]:
 # On the terminal
 
 
-def sample_reward(sample: Mapping[str, Any]) -> float:
-    """Return the reward of a sample, or -inf if it failed, so that it sorts below all others."""
-    return sample["rewards"].get("reward", -math.inf)
-
-
 def most_varied_group(records: Sequence[dict]) -> dict:
     """Return the record with the widest range of rewards, the first of equal ones: it shows best what the policy learns
     from."""
@@ -69,16 +63,18 @@ def shorten(text: str, limit: int = MAX_SHOWN_CHARS) -> str:
 
 
 def format_sample_lines(records: Sequence[dict], examples: Mapping[str, Example]) -> list[str]:
-    """Return lines that show the prompt with the most unequal rewards, and its best and worst response."""
+    """Return lines that show the prompt with the most unequal rewards, and its best and worst graded response."""
     record = most_varied_group(records)
     question = " / ".join(m["content"] for m in examples[record["uid"]].messages if m["role"] == "user")
     lines = [
         f"  prompt {record['uid']!r}: {shorten(question)}  ground truth {shorten(str(record['ground_truth']), 60)}"
     ]
-    best, *others = sorted(record["samples"], key=sample_reward, reverse=True)
+    graded = [s for s in record["samples"] if "reward" in s["rewards"]]
+    best, *others = sorted(graded, key=lambda s: s["rewards"]["reward"], reverse=True) or record["samples"]
     for label, s in (("best", best), *(("worst", s) for s in others[-1:])):
         texts = [shorten(message["content"], 80) for message in s.get("messages", ())] or [shorten(s["text"])]
         truncated = ", truncated" if s["finish_reason"] == "length" else ""
-        facts = f"reward {sample_reward(s):.2f}, advantage {s['advantage']:+.2f}, {s['tokens']} tokens{truncated}"
+        reward = f"reward {s['rewards']['reward']:.2f}, advantage {s['advantage']:+.2f}" if graded else "reward failed"
+        facts = f"{reward}, {s['tokens']} tokens{truncated}"
         lines.append(f"    {label:<5} ({facts}): {' -> '.join(texts)}")
     return lines

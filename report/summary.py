@@ -51,7 +51,8 @@ def best_evaluation(rows: Rows) -> dict[str, float]:
 
 def run_summary(out: Path, rows: Rows) -> dict:
     """Return the contents of OUT/summary.json without values that were not measured. `seconds` is the time of steps and
-    evaluations, without set-up; `total_episodes` is the number of sampled responses, or of episodes with --env."""
+    evaluations, without set-up; `total_episodes` is the number of sampled responses, or of episodes with --env. `best`
+    is the best evaluation: of equal ones the earliest with a checkpoint, else the earliest."""
     summary = {
         "total_steps": max((row["step"] for row in rows), default=0),
         "total_episodes": sum_metric(rows, "rollout/responses"),
@@ -62,10 +63,17 @@ def run_summary(out: Path, rows: Rows) -> dict:
     if (reward := final_reward(rows)) is not None:
         summary["final_reward"] = reward
     if best := best_evaluation(rows):
-        folder = out / "checkpoints" / f"step_{best['step']:06d}"
-        checkpoint = str(folder) if (folder / "trainer.json").is_file() else None
-        summary |= {"final_evaluation": evaluations(rows)[-1], "best": best | {"checkpoint": checkpoint}}
+        equal = [score | {"checkpoint": saved_checkpoint(out, score["step"])} for score in evaluations(rows)
+                 if score | {"step": best["step"]} == best]  # fmt: skip
+        best = next((score for score in equal if score["checkpoint"]), equal[0])
+        summary |= {"final_evaluation": evaluations(rows)[-1], "best": best}
     return summary
+
+
+def saved_checkpoint(out: Path, step: int) -> str | None:
+    """Return the folder of a step's checkpoint, or None if it is not saved."""
+    folder = out / "checkpoints" / f"step_{step:06d}"
+    return str(folder) if (folder / "trainer.json").is_file() else None
 
 
 def final_reward(rows: Rows) -> float | None:

@@ -1,7 +1,7 @@
 """The terminal's table with one line per training step, and the throughput metrics in it: tokens/s and MFU."""
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -28,7 +28,7 @@ def throughput_metrics(metrics: Mapping[str, float], world: int, peak: float | N
 
 
 class Column(NamedTuple):
-    """A column of the table. `places`: max decimal places; `optional`: shown only if the step has the metric."""
+    """A column of the table. `places`: max decimal places; `optional`: shown from the first step that has it."""
 
     head: str
     metric: str
@@ -55,26 +55,26 @@ COLUMNS = (  # with five-digit steps and the remaining time a line is 100 charac
 )
 
 
-def visible_columns(m: Mapping[str, float]) -> list[Column]:
-    """Return the columns to print for the metrics of a step."""
-    return [c for c in COLUMNS if not c.optional or c.metric in m]
+def visible_columns(m: Mapping[str, float], printed: Sequence[Column] = ()) -> list[Column]:
+    """Return the columns to print for the metrics of a step: those of the `printed` header, and those that are new."""
+    return [c for c in COLUMNS if not c.optional or c.metric in m or c in printed]
 
 
-def header_line(steps: int, m: Mapping[str, float]) -> str:
+def header_line(steps: int, columns: Sequence[Column]) -> str:
     """Return the header of the table, which names the columns."""
-    names = " ".join(c.head.rjust(c.width) for c in visible_columns(m))
+    names = " ".join(c.head.rjust(c.width) for c in columns)
     return f"{'step':<{6 + 2 * len(str(steps))}} {names} {'eta':>8}"
 
 
-def legend(m: Mapping[str, float]) -> str:
+def legend(columns: Sequence[Column]) -> str:
     """Return the meanings of the columns, in lines of at most 100 characters."""
-    meanings = [f"{c.head}: {c.meaning}" for c in visible_columns(m)]
+    meanings = [f"{c.head}: {c.meaning}" for c in columns]
     return textwrap.fill(f"columns: {'; '.join(meanings)}; eta: time left", 100, subsequent_indent="  ")
 
 
-def step_line(step: int, steps: int, m: Mapping[str, float], eta: float) -> str:
+def step_line(step: int, steps: int, columns: Sequence[Column], m: Mapping[str, float], eta: float) -> str:
     """Return the line of a step, at most 100 characters wide, with "-" for metrics that were not measured."""
-    numbers = " ".join(format_fixed_width(m.get(c.metric), c.width, c.places) for c in visible_columns(m))
+    numbers = " ".join(format_fixed_width(m.get(c.metric), c.width, c.places) for c in columns)
     remaining = tqdm.format_interval(eta) if eta < 360_000 else f"{eta / 86400:.1f}d"
     return f"step {step:>{len(str(steps))}}/{steps} {numbers} {remaining:>8}"
 

@@ -22,6 +22,7 @@ from demo import make_model
 from errors import UserError
 from prepare_data import Example
 from report.evaluation import example_answer_type, voted_answer
+from report.page import plots
 from report.page.page import pages
 from report.page.plots import draw_curve
 from report.run_files import read_rows
@@ -101,6 +102,8 @@ def test_summary_counts_per_example_and_type():
     assert (colour["n"], colour["accuracy"], count["n"], count["accuracy"]) == (1, 1.0, 2, 0.25)
     assert colour["accuracy_ci95"] == wilson_interval(1, 1) and s["accuracy_ci95"] == wilson_interval(1.5, 3)
     assert "by_task" not in s and "by_images" not in s and "task_mean" not in s
+    assert "by answer_type:" in E.format_summary(s)
+    assert "by answer_type:" not in E.format_summary(E.summarise(records[:2]))  # it would repeat the accuracy
     low, high = E.summarise([record("a", [12.0]), record("a", [-3.0])])["accuracy_ci95"]
     assert low < 4.5 < high
 
@@ -186,8 +189,8 @@ def test_reliance_says_whether_the_model_uses_the_image():
     assert reliance["constant"] == 0.5 and reliance["blank"]["drop"] == 0.75
     assert reliance["blank"]["accuracy_ci95"] == wilson_interval(10, 40) and reliance["none"]["drop"] == 0
     assert reliance["said"] == (
-        "With white images of the same size the accuracy drops by 0.750 to 0.250, not significantly above chance "
-        "(0.500): the model uses the image. With no images at all the accuracy does not drop significantly, to 1.000: "
+        "With white images of the same size the accuracy drops from 1.000 to 0.250, down to the level of chance "
+        "(0.500): the model uses the image. With no images at all the accuracy is 1.000, not significantly lower: "
         "no evidence that the model uses the image.")
     guessing = E.visual_reliance(blind, {"blank": blind}, "accuracy")["said"]
     assert guessing.startswith("The accuracy, 0.250, is not significantly above chance, 0.500")
@@ -195,7 +198,7 @@ def test_reliance_says_whether_the_model_uses_the_image():
     for r, truth in zip(half, truths, strict=True):
         r |= {"answer_type": "colour", "ground_truth": truth}
     said = E.visual_reliance(seen, {"shuffled": half}, "accuracy")["said"]
-    assert "to 0.750, above chance (0.500): some questions" in said
+    assert "to 0.750, still above chance (0.500): some questions" in said
 
 
 def test_the_table_of_ablations_has_the_accuracy_of_the_questions_with_images():
@@ -226,7 +229,7 @@ def test_ablations_of_frames_count_only_questions_with_videos():
     table = "\n".join(E.format_summary(E.summarise(seen) | {"reliance": reliance}))
     assert re.search(r"the original images +1.000.*\n  the original videos +1.000.*\n  white images", table), table
     assert "own_videos" not in E.visual_reliance(seen[:20], {"permuted": ablated[:20]}, "accuracy")
-    assert reliance["constant"] == 0.25 and "drops by 1.000 to 0.000, not significantly above chance (0.500)" in (
+    assert reliance["constant"] == 0.25 and "drops from 1.000 to 0.000, down to the level of chance (0.500)" in (
         reliance["said"])
     assert "Of the reversed videos 0.000 get the answer that is right for them." in reliance["said"]
 
@@ -289,6 +292,15 @@ def test_curve_of_a_run(tmp_path):
     image = Image.open(tmp_path / "curve.png").convert("RGB")
     colours = {tuple(int(code[i : i + 2], 16) for i in (0, 2, 4)) for code in ("1f77b4", "ff7f0e", "2ca02c")}
     assert image.size == (750, 365) and colours <= {colour for _, colour in image.getcolors(1 << 20)}
+
+
+def test_the_value_on_blank_images_is_one_point_of_the_curve(tmp_path, monkeypatch):
+    rows = [{"step": step, "eval/accuracy": 0.2} for step in (0, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = []
+    monkeypatch.setattr(plots, "draw_grid", lambda panels, out: drawn.extend(panels))
+    draw_curve(tmp_path, 0.1, tmp_path / "curve.png", "shapes", "accuracy")
+    assert drawn[0][1][-1][1:3] == ([2], [0.1])
 
 
 def test_answer_types_are_text():

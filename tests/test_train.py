@@ -35,6 +35,7 @@ from model import Policy
 from packing import Packer, TrainBatch, flop_costs, make_token_batch
 from parallel.checkpoint import load_model_or_checkpoint, read_run_args
 from parallel.models import Models, probe_memory
+from parallel.resume import absolute_path, format_setting_changes
 from report.log import SkippedUpdates
 from rewards.order import shuffled_batch
 from rollout import ExampleList
@@ -502,6 +503,19 @@ def test_resume_on_another_number_of_processes_continues(toys, shapes, tmp_path)
         check=False,
     )
     assert mixed.returncode == 1 and "a run directory holds one history" in mixed.stderr
+
+
+def test_stored_paths_have_no_dots_and_a_config_is_no_change(tmp_path, monkeypatch):
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "my" / "real").mkdir(parents=True)
+    (tmp_path / "my" / "real" / "a.parquet").touch()
+    (tmp_path / "my" / "linked.parquet").symlink_to("real/a.parquet")
+    monkeypatch.chdir(tmp_path / "repo")
+    paths = [absolute_path(f"../my/{end}") for end in ("linked.parquet", "real/*.parquet", "missing")]
+    assert paths == [f"{tmp_path}/my/linked.parquet", f"{tmp_path}/my/real/*.parquet", "../my/missing"]
+    (tmp_path / "run.json").write_text(json.dumps({"args": {"config": "c.toml", "resume": "no", "lr": 1.0}}))
+    settings = {"config": None, "resume": "auto", "lr": 2.0}
+    assert format_setting_changes(tmp_path, settings) == ["--lr 1.0 -> 2.0"]
 
 
 @pytest.mark.slow

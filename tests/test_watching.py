@@ -22,6 +22,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from PIL import Image
 from test_faults import left as signals_left  # noqa: F401  a fixture
 from test_train import ROOT, flags, rows, run, without_time, write_parquet
@@ -44,6 +45,7 @@ from report.page.plots import (
     LOGGED_PREFIXES,
     Line,
     axis_ticks,
+    draw_lines,
     group_by_settings,
     mean_line,
     measured_panels,
@@ -58,7 +60,7 @@ from report.records import encode_image
 from report.run_warnings import RunWarnings
 from report.samples import format_sample_lines, most_varied_group, shorten
 from report.summary import best_evaluation, run_summary
-from report.terminal import format_fixed_width, header_line, step_line, throughput_metrics
+from report.terminal import format_fixed_width, header_line, step_line, throughput_metrics, visible_columns
 from rollout import Prompt, Rollout, RolloutCounter
 from tasks.shapes import encode_png, shapes_rows
 from utils import DistContext, Meter
@@ -346,12 +348,27 @@ WIDE = {
 
 
 def test_a_step_line_has_at_most_100_columns():
-    assert len(header_line(99999, WIDE)) == len(step_line(12345, 99999, WIDE, 1e7)) == 100
+    wide = visible_columns(WIDE)
+    assert len(header_line(99999, wide)) == len(step_line(12345, 99999, wide, WIDE, 1e7)) == 100
     lean = {"reward/zero_std_frac": 1.0, "time/step": 0.1}
-    assert len(header_line(60, lean)) == len(step_line(1, 60, lean, 5.0)) <= 100
-    assert step_line(1, 60, lean, 5.0).split() == "step 1/60 - 1.00 - - - - 0.1 - - - 00:05".split()
+    columns = visible_columns(lean)
+    assert len(header_line(60, columns)) == len(step_line(1, 60, columns, lean, 5.0)) <= 100
+    assert step_line(1, 60, columns, lean, 5.0).split() == "step 1/60 - 1.00 - - - - 0.1 - - - 00:05".split()
     assert [format_fixed_width(x, 6, 3).strip() for x in (0.5, -3.14159, 999.96, 123456.7, 1e12, math.nan)] == [
         "0.500", "-3.142", "999.96", "123457", "1e+12", "nan"]  # fmt: skip
+
+
+def test_rows_keep_the_columns_of_their_header(quick, monkeypatch, capsys):
+    """A step without an update has no MFU."""
+    values = iter([{}, {"perf/mfu": 0.5}, {}])
+    monkeypatch.setattr(report.log, "throughput_metrics", lambda *_: next(values))
+    quick("--steps", 3)
+    table = [line.split() for line in capsys.readouterr().out.splitlines() if re.match("step +([0-9]|reward)", line)]
+    at = table[2].index("mfu")
+    assert [line[0:2] for line in table] == [
+        ["step", "reward"], ["step", "1/3"], ["step", "reward"], ["step", "2/3"], ["step", "3/3"]]  # fmt: skip
+    assert "mfu" not in table[0] and len(table[1]) == len(table[0]) + 1
+    assert [line[at + 1] for line in table[3:]] == ["0.50", "-"]
 
 
 def test_throughput_metrics():
@@ -458,12 +475,13 @@ def test_printed_samples_are_the_best_and_worst_of_the_most_varied_group():
     failed = record("failed", ("f", None), ("g", None))
     assert most_varied_group([flat, uneven, failed]) is uneven
     assert most_varied_group([flat]) is flat and most_varied_group([failed]) is failed
-    single = record("one", ("f", None))
-    for shown, texts in ((uneven, "bw"), (flat, "xy"), (failed, "fg"), (single, "f")):
+    single, partly = record("one", ("f", None)), record("partly", ("f", None), ("b", 0.9), ("w", 0.1))
+    for shown, texts in ((uneven, "bw"), (flat, "xy"), (failed, "fg"), (single, "f"), (partly, "bw")):
         prompt = Example(shown["uid"], "t", [], [], "1", {})
         lines = format_sample_lines([shown], {shown["uid"]: prompt})[1:]
         assert [line.split()[0] for line in lines] == ["best", "worst"][: len(texts)]
         assert [line.split()[-1] for line in lines] == [repr(text) for text in texts]
+        assert "inf" not in "".join(lines)
 
 
 def test_long_texts_show_both_ends_and_no_control_characters():
@@ -568,6 +586,25 @@ def test_unmeasured_metrics_have_no_panel():
     assert titles(measured) == ["Learning rate", "Throughput", "MFU"]
 
 
+def test_failed_rewards_have_a_panel_only_if_there_are_any():
+    def labels(errors):
+        rows = [{"step": n, "reward/mean": 0.5, "reward/errors": n * errors, "reward/timeouts": 0} for n in (1, 2)]
+        return [[line[0] for line in curve.lines] for curve in run_curves(rows)]
+
+    assert labels(12) == [["mean"], ["errors"]] and labels(0) == [["mean"]]
+
+
+def test_seconds_are_shown_in_milliseconds_at_most():
+    (curve,) = run_curves([{"step": 1, "time/step": 2.5, "time/report": 4.1e-6}])
+    assert [line[:2] for line in curve.lines] == [("step", 2.5), ("report", 0.0)]
+
+
+def test_a_constant_0_is_drawn_from_0_to_1():
+    axes = Figure().add_subplot()
+    draw_lines(axes, [Line("truncated", [1, 2], [0.0, 0.0])])
+    assert axes.get_ylim() == pytest.approx((-0.03, 1.03))
+
+
 def test_a_logarithmic_axis_shows_zero_at_its_lower_end():
     (curve,) = run_curves([{"step": n, "mismatch/kl": x} for n, x in enumerate((0.0, 1e-4, 1.0), 1)])
     assert curve.lines[0][4] == "0.3333,1.0000 0.6667,1.0000 1.0000,0.0000"
@@ -641,12 +678,18 @@ def test_plotted_runs_are_grouped_by_their_settings(tmp_path, capsys):
     assert lines[0].startswith("--lr 0.001 (3 runs): ") and lines[1].startswith("--lr 0.0001: ") and len(lines) == 3
     assert "a band from the lowest to the highest" in lines[2]
     assert min(Image.open(tmp_path / "out" / "curves.png").size) > 800
-    different = {Path(end): {"data": end * 50 + "x" * 50} for end in "abc"} | {Path("d"): {}}
+    different = {Path(end): {"data": end * 50 + "x" * 100} for end in "abc"} | {Path("d"): {}}
     groups = group_by_settings(different)
     assert [len(runs) for *_, runs in groups] == [1] * 4  # also if their shortened names are equal
-    assert groups[0][:2] == (f"a: --data {'a' * 30}…", f"--data {'a' * 50}{'x' * 50}") and groups[3][0] == "--data -"
+    assert groups[0][:2] == (f"a: --data {'a' * 50}{'x' * 20}…", f"--data {'a' * 50}{'x' * 100}")
+    assert groups[3][0] == "--data -"
+    long = {Path(f"{i}/run"): {"data": f"/home/someone/{'x' * 80}/{i}.parquet", "lr": "0.1"} for i in range(2)}
+    assert [label for label, *_ in group_by_settings(long)] == ["--data 0.parquet", "--data 1.parquet"]
+    moved = {Path(f"{i}/run"): {"data": f"/{i}/train.parquet"} for i in range(2)}
+    assert [label for label, *_ in group_by_settings(moved)] == [f"{i}/run: --data train.parquet" for i in range(2)]
     plot_runs([folders[0], folders[0].parent / "." / ".." / "a0" / "run"], tmp_path / "once")
-    assert "(2 runs)" not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "(2 runs)" not in output and "band" not in output
     with pytest.raises(UserError, match="--plot-runs .*/none has no run.json"):
         plot_runs([folders[0], tmp_path / "none"], tmp_path / "out")
     (folders[0] / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
@@ -664,6 +707,10 @@ def test_the_earlier_of_equal_evaluations_is_the_best(tmp_path):
     assert run_summary(tmp_path, [])["total_steps"] == 0 and "best" not in run_summary(tmp_path, [])
     summary = run_summary(tmp_path, logged)
     assert summary["best"] == {"accuracy": 0.7, "step": 2, "checkpoint": None}
+    saved = tmp_path / "checkpoints" / "step_000006"
+    saved.mkdir(parents=True)
+    (saved / "trainer.json").touch()
+    assert run_summary(tmp_path, logged)["best"] == {"accuracy": 0.7, "step": 6, "checkpoint": str(saved)}
     assert summary["final_evaluation"] == {"accuracy": 0.2, "step": 8} and "final_reward" not in summary
     rewards = [{"step": s, "eval/reward": r} for s, r in ((0, -2.0), (2, 30.0))]  # a task without an accuracy
     assert best_evaluation(rewards) == {"reward": 30.0, "step": 2}

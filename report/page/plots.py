@@ -20,11 +20,12 @@ MAX_CURVE_POINTS = 300  # per curve; with more steps each point is the mean of s
 SMOOTH = 25  # a running mean covers 1/25 of a run; curves with at most 25 points are not smoothed
 IGNORED_SETTINGS = {"seed", "out", "resume", "keep", "save_every", "keep_best", "report_to", "timeout_minutes",
                     "grace_seconds"}  # fmt: skip
-NO_PARTS = {"reward/errors", "reward/timeouts", "reward/km"}  # not named rewards, or on another scale
+FAILURE_COUNTS = {"reward/errors", "reward/timeouts"}  # counts that are drawn only if there were any
+NO_PARTS = FAILURE_COUNTS | {"reward/km"}  # not named rewards, or on another scale
 # Prefixes of all metrics that a run logs (docs/metrics.md). Those with another prefix get a panel for it
 LOGGED_PREFIXES = """accuracy async balance curriculum episode eval grader judge kl loss lr memory mismatch noisy perf
     policy progress response reward rollout sampling step sync time update value vision""".split()
-MAX_LABEL_CHARS = 40  # in the legend of several runs
+MAX_LABEL_CHARS = 80  # in the legend of several runs
 
 MetricRows = Sequence[Mapping[str, Any]]
 
@@ -64,6 +65,8 @@ PANELS = (  # in order; a panel is shown if any of its metrics was measured
     Panel("Reward", "", {"reward/mean": "mean", "reward/zero_std_frac": "groups with equal rewards (fraction)"},
           "Should rise; the named rewards show which part rises. If it is flat and the fraction of groups with equal "
           "rewards is near 1, the task is too hard or too easy, or the reward never matches.", parts="reward/"),
+    Panel("Failed rewards", "responses of a step", {"reward/errors": "errors", "reward/timeouts": "timeouts"},
+          "Should be 0. These responses were dropped or got the reward 0 (--reward-errors); the terminal shows why."),
     Panel("Evaluation", "", {"eval/accuracy": "accuracy", "eval/reward": "reward"},
           "Should rise. The band is the 95% interval; changes within it may be chance. If it falls while the reward "
           "rises, the policy exploits the reward or memorizes the training data."),
@@ -99,7 +102,8 @@ PANELS = (  # in order; a panel is shown if any of its metrics was measured
     Panel("Throughput", "tokens per second", {"perf/tokens_per_second": "sampled tokens"},
           "Should be steady, unless the response length changes."),
     Panel("MFU", "fraction of peak FLOPs", {"perf/mfu": "update"},
-          "Of the update. If it is below 0.3, raise --micro-tokens, or train without --gradient-checkpointing."),
+          "Of the update. On a GPU: if it is below 0.3, raise --micro-tokens, or train without "
+          "--gradient-checkpointing. On a CPU: relative to a speed measured at the start, so it may exceed 1."),
     Panel("Time", "seconds", {"time/step": "step"},
           "The rollout should take most of a step (with --async-steps: the time that the trainer waits for it). "
           "Reward, pack and sync should be small; if not, see docs/troubleshooting.md, slow steps.", parts="time/"),
@@ -122,6 +126,9 @@ def measured_lines(panel: Panel, rows: MetricRows) -> list[Line]:
     lines: dict[tuple, Line] = {}  # one for metrics with equal values, which would hide each other
     for name, label in labels.items():
         steps, values = series(rows, name)
+        if name in FAILURE_COUNTS and not any(values):
+            continue
+        values = [round(x, 3) for x in values] if panel.unit == "seconds" else values
         ends = [series(rows, f"{name}_{end}") for end in ("low", "high")]
         is_band = all(end_steps == steps for end_steps, _ in ends)  # a named reward may have such a name too
         line = Line(label, steps, values, *(bound for _, bound in ends if is_band))
@@ -182,12 +189,14 @@ def draw_lines(axes: Any, lines: Sequence[Line], log: bool = False, raw: bool = 
             axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.25)
         # matplotlib hides labels that begin with _, and reads $ as math
         label = re.sub("^_", " _", line.label).replace("$", r"\$")
-        axes.plot(steps, smooth(values), color=colour, label=label, marker="o" if is_short else None, markersize=2.5)
+        size = 2.5 if len(steps) > 1 else 6
+        axes.plot(steps, smooth(values), color=colour, label=label, marker="o" if is_short else None, markersize=size)
         if band:
             axes.fill_between(steps, *map(smooth, band), color=colour, alpha=0.18, linewidth=0)
     if axes.get_yscale() == "linear":
         low, high = min(0.0, axes.dataLim.y0), axes.dataLim.y1
-        margin = 0.03 * (high - low) or 1.0  # a line at the border would be cut
+        high += high == low
+        margin = 0.03 * (high - low)  # a line at the border would be cut
         axes.set_ylim(low - margin, high + margin)
 
 
@@ -297,30 +306,36 @@ def plot_runs(runs: Sequence[Path], out: Path) -> None:
         for metric, label in panel.metrics.items():
             lines = [mean_line(name, metric, [rows_by_run[run] for run in members]) for name, _, members in groups]
             title = panel.title if len(panel.metrics) == 1 else f"{panel.title}: {label}"
-            if any(line.steps for line in lines):
+            if any(any(line.values) if metric in FAILURE_COUNTS else line.steps for line in lines):
                 panels.append((panel._replace(title=title), lines))
     need(panels, f"--plot-runs {' '.join(map(str, runs))}: none of the plotted metrics has a value; choose other runs")
     draw_grid(panels, out / "curves.png", len(groups))
     for name, changes, members in groups:
         print(f"{name}: {', '.join(map(str, members))}" + (f"; {changes}" if changes not in name else ""))
-    print(f"wrote {out / 'curves.png'} (several seeds: their mean, in a band from the lowest to the highest)")
+    bands = any(len(members) > 1 for *_, members in groups)
+    note = " (several seeds: their mean, in a band from the lowest to the highest)" if bands else ""
+    print(f"wrote {out / 'curves.png'}{note}")
 
 
 def group_by_settings(settings_by_run: Mapping[Path, Mapping[str, str]]) -> list[tuple[str, str, list[Path]]]:
     """Return the runs in groups with equal settings: (label for the legend, settings that differ between groups, runs).
-    The label is these settings, or if they are too long, the first run's folder and the first of them."""
+    The label is these settings, with the last part of each path, after the first run's folder if they are too long or
+    not unique."""
     groups: dict[tuple, list[Path]] = defaultdict(list)
     for run, settings in settings_by_run.items():
         groups[tuple(sorted(settings.items()))].append(run)
     distinct = [dict(key) for key in groups]
     names = sorted(set(chain.from_iterable(distinct)))
     differing = [name for name in names if len({settings.get(name) for settings in distinct}) > 1]
+    changes_by_group = [" ".join(f"{flag_name(name)} {settings.get(name, '-')}" for name in differing)
+                        for settings in distinct]  # fmt: skip
+    short = [re.sub(r"[^\s,='\"\[]*/", "", changes) for changes in changes_by_group]
     labelled = []
-    for settings, members in zip(distinct, groups.values(), strict=True):
-        changes = " ".join(f"{flag_name(name)} {settings.get(name, '-')}" for name in differing)
-        label = changes or members[0].name
-        if len(label) > MAX_LABEL_CHARS:
-            label = f"{Path(*members[0].parts[-2:])}: {label}"[:MAX_LABEL_CHARS] + "…"
+    for label, changes, members in zip(short, changes_by_group, groups.values(), strict=True):
+        label = label or members[0].name
+        if len(label) > MAX_LABEL_CHARS or short.count(label) > 1:
+            label = f"{Path(*members[0].parts[-2:])}: {label}"
+            label = label if len(label) <= MAX_LABEL_CHARS else f"{label[:MAX_LABEL_CHARS]}…"
         labelled.append((f"{label} ({len(members)} runs)" if len(members) > 1 else label, changes, members))
     return labelled
 
@@ -336,10 +351,10 @@ def mean_line(label: str, metric: str, runs: Sequence[MetricRows]) -> Line:
 
 def draw_curve(run: Path, blank: float, out: Path, task: str, metric: str) -> None:
     """Draw the metric (accuracy or reward) on unseen images and the training reward over the steps of a run. `blank` is
-    the metric on blank images, drawn as a horizontal line."""
+    the metric on blank images after the last step, drawn as one point."""
     rows = read_rows(run / "metrics.jsonl")
     steps, values = series(rows, f"eval/{metric}")
     lines = [Line(f"greedy {metric}, unseen images", steps, values),
              Line("reward of the step's samples", *series(rows, "reward/mean")),
-             Line(f"greedy {metric}, blank images, after RL", steps, [blank] * len(steps))]  # fmt: skip
+             Line(f"greedy {metric}, blank images, after RL", steps[-1:], [blank])]  # fmt: skip
     draw_grid([(Panel(task.replace("$", r"\$"), "", {}, ""), lines)], out)
