@@ -65,7 +65,7 @@ class RunConfig:
         need(not self.eval_ablate or eval_data, "--eval-ablate needs --eval-data")
         need(not self.folder.is_file(), f"--out {self.out} is a file; give a directory")
         need(not self.keep_best or eval_data, "--keep-best needs --eval-data, and with it --eval-every")
-        check_writable(self.folder, "--out")
+        check_writable(self.folder, f"--out {self.out}")
         if self.report_to:
             plug_in("report.page.trackers", "--report-to").check_trackers(self.report_to)
 
@@ -95,8 +95,8 @@ def load_resumed_settings(settings: Iterable[Field], args: Mapping[str, Any]) ->
     if checkpoints or (resume == "auto" and (path / "run.json").is_file()):  # it may have no checkpoint yet
         run = read_run_args(checkpoints[-1] if checkpoints else path / "checkpoints" / "none")
         return load_run_settings(settings, run, args, path)
-    need(resume == "auto", f"--resume {resume}: expected no, auto, a complete checkpoint or a run that has one"
-         + nearest_path(path))
+    need(resume == "auto", f"--resume {resume}: {'' if path.exists() else 'there is no such folder; '}expected no, "
+         f"auto, a complete checkpoint or a run that has one{nearest_path(path)}")
     missing = " ".join(flag_name(name) for name in ("model", "data", "out", "steps") if name not in args)
     need(not missing, f"--resume auto: there is no checkpoint in --out {out}, and a new run needs {missing}")
     return {}
