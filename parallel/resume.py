@@ -141,7 +141,10 @@ def find_resume_checkpoint(out: Path, resume: str, settings: Mapping[str, Any], 
     for name, (old, new) in diff_settings(read_run_args(start), settings).items():
         need(name not in fixed, f"--resume {start}: the checkpoint does not fit: {flag_name(name)} was {old} and is "
              f"{new}; keep it, or start a new run from an export of merge_lora.py")
-    held = checkpoint.read_trainer_state(start).get("parts", [])
+    state = checkpoint.read_trainer_state(start)
+    need(state["step"] <= settings["steps"], f"--steps {settings['steps']}: {start} has already done {state['step']}; "
+         "--steps counts all steps of a run, so raise it")
+    held = state.get("parts", [])
     need(held == parts,
          f"--resume {start}: it holds {', '.join(held) or 'the policy alone'}, but this run needs "
          f"{', '.join(parts) or 'the policy alone'}; keep --adv, --lora-rank, --train-vision and the --algo-args "
