@@ -286,8 +286,8 @@ def load_run_settings(
             withheld += [] if f.name in args or may_come_from_folder(f, run[f.name]) else [f]
     flags = " ".join(format_setting(f, run[f.name]) for f in withheld)
     resets = " ".join(f"{flag_name(f.name)} default" for f in withheld if f.default is not REQUIRED)
-    need(not withheld, f"{folder} was trained with {flags}. Code, servers, secrets and missing files that a run's folder "
-         f"names are not used; add {flags}" + (f", or return to the default with {resets}" if resets else ""))
+    need(not withheld, f"{folder} was trained with {flags}. Code, servers, secrets and missing files that a run's "
+         f"folder names are not used; add {flags}" + (f", or return to the default with {resets}" if resets else ""))
     return values
 
 
