@@ -767,7 +767,7 @@ CASES = [
         "the reference is the policy without its adapters",
     ),
     ("good", {"--vision-lr": "1e-5"}, "--vision-lr 1e-05: the vision tower is frozen"),
-    ("good", {"--replicate": "2"}, "--replicate 2 --tp 1: the number of processes, 1, is not"),
+    ("good", {"--replicate": "2"}, "--replicate 2 --tp 1: this takes 2 processes or a multiple"),
     ("good", {"--tp": "2"}, "--tp 2: this takes 2 processes or a multiple .* has 1;"),
     ("good", {"--family-paths": "model.visual"}, "--family-paths model.visual: give two"),
     (
