@@ -31,17 +31,19 @@ def need(ok: bool, message: str) -> None:
         raise UserError(message)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return " (did you mean A or B?)" with the known words that are most like a wrong one, or "" if none is close."""
-    matches = " or ".join(difflib.get_close_matches(word, known, cutoff=0.7))
+def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return " (did you mean A or B?)" with the known words that are most like a wrong one, each after `prefix`, or ""
+    if none is close."""
+    matches = " or ".join(prefix + match for match in difflib.get_close_matches(word, known, cutoff=0.7))
     return matches and f" (did you mean {matches}?)"
 
 
 def nearest_path(path: str | Path) -> str:
-    """Return " (did you mean A or B?)" with the most similar names in the folder of a wrong path, or "" if none is
+    """Return " (did you mean A or B?)" with the most similar paths in the folder of a wrong path, or "" if none is
     close."""
     path = Path(path)
-    return nearest(path.name, os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else ())
+    names = os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else ()
+    return nearest(path.name, names, str(path).removesuffix(path.name))
 
 
 def in_copy(module: str) -> bool:
@@ -88,8 +90,7 @@ def printable(text: object, length: int = 600, keep: str = "") -> str:
     """Return a text that is safe to print: control characters other than `keep` are escaped, and it is cut after
     `length` characters."""
     text = str(text)
-    ending = f"... ({len(text)} characters)" if len(text) > length else ""
-    text = text[:length]
+    text, ending = text[:length], f"... ({len(text)} characters)" if len(text) > length else ""
     if not text.isprintable():
         text = "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
     return text + ending

@@ -141,7 +141,12 @@ class ModelConfig(PixelConfig):
 def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrainedConfig:
     """Return the model's config, before anything large is read. Raise UserError for a path or family that cannot be
     loaded."""
-    remedy = f"{nearest_path(path)}; give a model folder or hub id such as Qwen/Qwen2.5-VL-3B-Instruct"
+    files = {*os.listdir(path)} if os.path.isdir(path) else set()
+    need("config.json" in files or files.isdisjoint(("run.json", "trainer.json", "adapter_config.json")), f"--model "
+         f"{path!r} is a run, checkpoint or adapter; export it: python merge_lora.py {path} --out DIR")
+    models = " or ".join(str(file.parent) for file in sorted(Path(path).glob("*/config.json"))[:3])
+    remedy = (f"{nearest_path(path)}; give a model folder{models and f' inside it ({models})'} or hub id such as "
+              "Qwen/Qwen2.5-VL-3B-Instruct")
     need(os.path.isdir(path) or path.count("/") <= 1, f"--model {path!r}: no such folder{remedy}")
     with _config_errors(path, f"neither a folder with a config.json nor loadable from the Hugging Face hub{remedy}"):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -221,8 +226,7 @@ class Processor:
     The model replaces <|image_pad|> and <|video_pad|> by features in the same way, so expanded token ids have
     <|image_pad|> for videos too."""
 
-    def __init__(self, path: str, min_pixels: int | None = None, max_pixels: int | None = None,
-                 flag: str = "--model"):
+    def __init__(self, path: str, min_pixels: int | None = None, max_pixels: int | None = None, flag: str = "--model"):
         with _config_errors(path, "cannot load its tokenizer and image processor; give a model folder or hub id", flag):
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -457,15 +461,11 @@ class Policy(nn.Module):
     with a value head, the expected return before each of them. The value head is initialized to 0, so its first values
     are 0. `attention` and `kernel` are the resolved --attn and --kernel."""
 
-    def __init__(
-        self, hf, processor, train_vision="none", attention="sdpa", cache: VisionCache | None = None, kernel="auto",
-        value_head=False,
-    ):  # fmt: skip
+    def __init__(self, hf, processor, train_vision="none", attention="sdpa", cache: VisionCache | None = None,
+                 kernel="auto", value_head=False):
         super().__init__()
         self.hf = hf
-        self.attention = attention
-        self.cache = cache
-        self.kernel = kernel
+        self.attention, self.cache, self.kernel = attention, cache, kernel
         self.tp_group = None  # process group that splits the language blocks, see parallel/tensor_parallel.py
         self.merge_size = processor.merge_size
         self.image_token_id = processor.image_token_id

@@ -130,13 +130,15 @@ class DataFormatConfig:
                  for key in ("prompt_key", "image_key", "answer_key")}
         if self.prompt_template:
             named = {"prompt_template": template_columns(self.prompt_template)} | named | {"prompt_key": []}
+        remedy = "; rows of image, question and answer are converted by prepare_data.py vqa --input FILE"
+        remedy *= not self.split and {"question", "answer"} <= {*columns}  # without a split, no file is written
         for setting_name, names in named.items():
             for name in names:
                 column = "reward_model" if name == TRUTH else name
                 no_images = name in ("image", "images") and {*content.VIDEO_COLUMNS} & {*columns}
                 need(no_images or column in columns,
-                     f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct {flag_name(setting_name)}; "
-                     "rows of image, question and answer are converted by prepare_data.py vqa --input FILE")
+                     f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct {flag_name(setting_name)}"
+                     f"{remedy}")
 
 
 @dataclass(frozen=True)
@@ -328,7 +330,7 @@ def valid_examples(
         yield result
         if len(taken) == limit:
             break
-    if n_changed:
+    if 0 < n_changed < len(taken):  # if no row has any, that is the format of the file
         print_once(f"added {IMAGE_PLACEHOLDER} or <video> placeholders, one per image or video, at the start of "
                    f"{n_changed} prompts that had images or videos but no placeholders for them")
     check_bad_rows(bad, len(taken), reading.bad_rows)
@@ -374,7 +376,8 @@ def parquet_records(file: File, reading: DataFormatConfig) -> Iterator[tuple[str
             for row, record in enumerate(tables.parquet_rows(parquet, columns)):
                 yield f"row {row}", record
     except (pa.ArrowException, OSError, *tables.store_errors()) as e:
-        raise UserError(f"{file} is not a parquet file, or is damaged near row {row}: {e}; copy it again") from e
+        raise UserError(f"{file} is not a parquet file, or is damaged near row {row}: {e}; convert other formats "
+                        "with prepare_data.py, and copy a damaged file again") from e
 
 
 def text_records(file: File, reading: DataFormatConfig, file_type: str) -> Iterator[tuple[str, Record]]:
@@ -561,7 +564,8 @@ def parse_args(argv: list[str] | None = None) -> tuple[str, ConvertConfig | Insp
 def check_output_file(source: str, cfg: ConvertConfig) -> None:
     """Raise UserError, before any work, if the file --out cannot be written."""
     out = Path(cfg.out)
-    need((out.is_file() or not out.exists()) and errors.nearest_existing(out.parent).is_dir(),
+    is_new_file = (out.is_file() or not out.exists()) and errors.nearest_existing(out.parent).is_dir()
+    need(is_new_file and out.suffix == ".parquet",
          f"--out is {out}, expected the parquet file to write, e.g. --out {source}.parquet")
     inputs = [Path(name).resolve() for name in cfg.input]
     need(out.resolve() not in inputs, f"--out {out} is also the --input; write to another file")
@@ -578,8 +582,9 @@ def make_file(source: str, cfg: ConvertConfig) -> None:
     check = partial(check_tasks, graded_elsewhere=lambda example: task_name(example.data_source) not in TASKS)
     with errors.report_write_errors(Path(cfg.out), f"--out {cfg.out}"):
         count = write_examples(valid_examples(raws, cfg, bad, cfg.limit, check), cfg.out)
-    size = Path(cfg.out).stat().st_size / 2**20
-    print(f"wrote {count} row{'s' * (count != 1)} ({size:.1f} MiB) to {cfg.out}; left out {len(bad)}")
+    size = Path(cfg.out).stat().st_size / 2**10
+    size_text = f"{size:.1f} KiB" if size < 2**10 else f"{size / 2**10:.1f} MiB"
+    print(f"wrote {count} row{'s' * (count != 1)} ({size_text}) to {cfg.out}; left out {len(bad)}")
     print_left_out(bad)
     if cfg.inspect:
         inspect_file(InspectConfig(file=cfg.out))

@@ -20,6 +20,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,8 +36,8 @@ BOUNDS = {"least": ("at least", operator.ge), "above": ("above", operator.gt), "
 METAVARS = {int: "N", float: "X"}
 RENAMED = {  # former names of settings, and their present names; see CHANGELOG.md
     "epochs": "update_epochs", "sample_rounds": "max_gen_batches", "tis_mask": "ratio_mask", "track": "report_to",
-    "grad_checkpointing": "gradient_checkpointing", "watch": "plot_runs",
-}  # fmt: skip
+    "grad_checkpointing": "gradient_checkpointing", "watch": "plot_runs"}  # fmt: skip
+ELSEWHERE = "; docs/glossary.md has the names of TRL, verl and EasyR1; the flags of --plan work only with it"
 T = TypeVar("T")
 
 
@@ -57,19 +58,15 @@ def plain_pair(pair: Any) -> bool:
     return bool(re.fullmatch(r"\w+=(true|false|[-+.0-9e]+)", str(pair)))
 
 
-def flag_field(
-    default: Any, help: str, choices: Sequence[str] = (), metavar: str = "", positional: bool = False,
-    from_run: Callable[[Any], bool] = always, part_of: str = "", key: bool = False, **bounds: float,
-) -> Any:  # fmt: skip
+def flag_field(default: Any, help: str, choices: Sequence[str] = (), metavar: str = "", positional: bool = False,
+               from_run: Callable[[Any], bool] = always, part_of: str = "", key: bool = False, **bounds: float) -> Any:
     """Return a dataclass field that is also a flag. Its type is int, float, str or bool, one of these with `| None`, or
     `tuple[str, ...]`. `bounds` are least (>=), above (>) and most (<=). `from_run` returns whether a value (of a tuple:
     each item) may be read from a run's folder, which may come from a stranger; see load_run_settings. `part_of` names
     the setting without which this one has no effect. With `key`, the setting has no flag of its own, because few users
     change it: it is passed as --algo-args KEY=VALUE."""
-    metadata = {
-        "help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds,
-        "from_run": from_run, "part_of": part_of, "key": key,
-    }  # fmt: skip
+    metadata = {"help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds,
+                "from_run": from_run, "part_of": part_of, "key": key}  # fmt: skip
     return field(default=default, kw_only=True, metadata=metadata)
 
 
@@ -124,11 +121,13 @@ def parse_type_hint(hint: Any) -> tuple[type, bool, bool]:
 
 
 def help_with_default(f: Field) -> str:
-    """Return the help of a setting with its default, unless the default is empty or off or the text mentions it."""
+    """Return the help of a setting with its default, unless the text mentions it, or it is empty or off (which
+    the help of a key shows)."""
     text, default = f.metadata["help"], f.default
-    if default in (REQUIRED, None, "", ()) or default is False or "default" in text:
+    unset = default in (REQUIRED, None, "", ()) or default is False
+    if "default" in text or (unset and not f.metadata["key"]):
         return text
-    values = default if isinstance(default, tuple) else ("on" if default is True else default,)
+    values = default if isinstance(default, tuple) else ("off" if unset else "on" if default is True else default,)
     return f"{text} (default: {' '.join(f'{x:.6g}' if isinstance(x, float) else str(x) for x in values)})"
 
 
@@ -175,9 +174,9 @@ class FlagParser(argparse.ArgumentParser):
             if unknown and self._subparsers is None:
                 name = flag.removeprefix("--").replace("-", "_")
                 name = RENAMED.get(name, name)
-                remedy = f"; use --algo-args {name}=VALUE" if name in self.keys else nearest(flag, flags)
-                new_flag = flag_name(name)
-                self.error(f"{flag} is now called {new_flag}" if new_flag in flags else f"unknown flag {flag}{remedy}")
+                use = f"--algo-args {name}=VALUE" if name in self.keys else flag_name(name) * (flag_name(name) in flags)
+                remedy = f"; use {use}" if use else nearest(flag, flags) or ELSEWHERE * bool(self.keys)
+                self.error(f"unknown flag {flag}{remedy}")
         parsed, unparsed = super().parse_known_args(args, namespace)
         for pair in vars(parsed).pop("algo_args", ()):
             key, equals, text = pair.partition("=")
@@ -188,6 +187,8 @@ class FlagParser(argparse.ArgumentParser):
         return parsed, unparsed
 
     def error(self, message: str) -> NoReturn:
+        if match := re.search(r"invalid choice: '(.+)' \(choose from (.+)\)", message):
+            message += nearest(match[1], re.findall(r"[\w+-]+", match[2]))
         self.exit(2, f"error: {message}; see {self.prog} --help{' all' * bool(self.essential)}\n")
 
 
@@ -214,8 +215,9 @@ def add_flags(parser: FlagParser, cls: type) -> None:
             choices, positional, help_text = f.metadata["choices"], f.metadata["positional"], help_with_default(f)
             if f.metadata["key"]:
                 parser.keys[f.name] = f, hints[f.name]
-                line = f"{f.name}={'|'.join(choices) or 'VALUE'}: {help_text}"
-                section.description = f"{section.description or 'Keys of --algo-args:'}\n  {line}"
+                values = "|".join(choices or ("true", "false") * (hints[f.name] is bool)) or "VALUE"
+                line = textwrap.fill(f"  {f.name}={values}: {help_text}", 78, subsequent_indent=" " * 6)
+                section.description = f"{section.description or 'Keys of --algo-args:'}\n{line}"
                 continue
             value_type, is_tuple, may_be_none = parse_type_hint(hints[f.name])
             metavar = f.metadata["metavar"] or METAVARS.get(value_type, f.name.rpartition("_")[2].upper())
@@ -240,12 +242,10 @@ def add_flags(parser: FlagParser, cls: type) -> None:
 class PixelConfig:
     """Image sizes"""
 
-    min_pixels: int | None = flag_field(
-        None, "enlarge images with fewer than N pixels (width x height) to N (default: the processor's)", least=1
-    )
-    max_pixels: int | None = flag_field(
-        None, "shrink images with more than N pixels (width x height) to N (default: the processor's)", least=1
-    )
+    min_pixels: int | None = flag_field(None, "enlarge images with fewer than N pixels (width x height) to N (default: "
+                                        "the processor's)", least=1)
+    max_pixels: int | None = flag_field(None, "shrink images with more than N pixels (width x height) to N (default: "
+                                        "the processor's)", least=1)
 
 
 def check_given(values: Mapping[str, object], *classes: type) -> None:
@@ -286,8 +286,8 @@ def load_run_settings(
             withheld += [] if f.name in args or may_come_from_folder(f, run[f.name]) else [f]
     flags = " ".join(format_setting(f, run[f.name]) for f in withheld)
     resets = " ".join(f"{flag_name(f.name)} default" for f in withheld if f.default is not REQUIRED)
-    need(not withheld, f"{folder} was trained with {flags}. Flags that name code, servers, secrets or missing files "
-         f"are not taken from a folder; add {flags}" + (f", or {resets} to do without" if resets else ""))
+    need(not withheld, f"{folder} was trained with {flags}. Code, servers, secrets and missing files that a run's "
+         f"folder names are not used; add {flags}" + (f", or return to the default with {resets}" if resets else ""))
     return values
 
 
@@ -307,8 +307,8 @@ def load_config_file(path: str, settings: Iterable[Field]) -> dict[str, Any]:
         for key, value in table.items():
             name = RENAMED.get(key.replace("-", "_"), key.replace("-", "_"))
             if not isinstance(value, dict):
-                unknown = f"--config {path}: unknown setting {name}{nearest(name, known)}"
-                need(name in known or is_run, printable(unknown))
+                hint = nearest(name, known).replace("_", "-")
+                need(name in known or is_run, printable(f"--config {path}: unknown setting {key}{hint}"))
                 need(name not in values, f"--config {path}: {name} is set twice")
                 values[name] = value
     if not is_run:

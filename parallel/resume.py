@@ -65,7 +65,7 @@ class RunConfig:
         need(not self.eval_ablate or eval_data, "--eval-ablate needs --eval-data")
         need(not self.folder.is_file(), f"--out {self.out} is a file; give a directory")
         need(not self.keep_best or eval_data, "--keep-best needs --eval-data, and with it --eval-every")
-        check_writable(self.folder, "--out")
+        check_writable(self.folder, f"--out {self.out}")
         if self.report_to:
             plug_in("report.page.trackers", "--report-to").check_trackers(self.report_to)
 
@@ -95,8 +95,8 @@ def load_resumed_settings(settings: Iterable[Field], args: Mapping[str, Any]) ->
     if checkpoints or (resume == "auto" and (path / "run.json").is_file()):  # it may have no checkpoint yet
         run = read_run_args(checkpoints[-1] if checkpoints else path / "checkpoints" / "none")
         return load_run_settings(settings, run, args, path)
-    need(resume == "auto", f"--resume {resume}: expected no, auto, a complete checkpoint or a run that has one"
-         + nearest_path(path))
+    need(resume == "auto", f"--resume {resume}: {'' if path.exists() else 'there is no such folder; '}expected no, "
+         f"auto, a complete checkpoint or a run that has one{nearest_path(path)}")
     missing = " ".join(flag_name(name) for name in ("model", "data", "out", "steps") if name not in args)
     need(not missing, f"--resume auto: there is no checkpoint in --out {out}, and a new run needs {missing}")
     return {}
@@ -147,7 +147,10 @@ def find_resume_checkpoint(out: Path, resume: str, settings: Mapping[str, Any], 
     for name, (old, new) in diff_settings(read_run_args(start), settings).items():
         need(name not in fixed, f"--resume {start}: the checkpoint does not fit: {flag_name(name)} was {old} and is "
              f"{new}; keep it, or start a new run from an export of merge_lora.py")
-    held = checkpoint.read_trainer_state(start).get("parts", [])
+    state = checkpoint.read_trainer_state(start)
+    need(state["step"] <= settings["steps"], f"--steps {settings['steps']}: {start} has already done {state['step']}; "
+         "--steps counts all steps of a run, so raise it")
+    held = state.get("parts", [])
     need(held == parts,
          f"--resume {start}: it holds {', '.join(held) or 'the policy alone'}, but this run needs "
          f"{', '.join(parts) or 'the policy alone'}; keep --adv, --lora-rank, --train-vision and the --algo-args "

@@ -43,8 +43,8 @@ class ParallelConfig:
     def check(self, world: int, model: transformers.PreTrainedConfig, compiled: bool = False) -> None:
         n = self.replicate * self.tp
         need(world % n == 0,
-             f"--replicate {self.replicate} --tp {self.tp}: the number of processes, {world}, is not a multiple of "
-             f"{n}; start a multiple of {n}, or lower one of the two")
+             f"--replicate {self.replicate} --tp {self.tp}: this takes {n} processes or a multiple of that, but "
+             f"this run has {world}; change torchrun's --nproc-per-node, or lower one of the two flags")
         need(self.offload == "none" or torch.cuda.is_available(),
              f"--offload {self.offload}: there is no GPU whose memory it could save; leave the flag out")
         need(self.tp == 1 or not compiled,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from errors import UserError, keep_printing, users_traceback
+from errors import UserError, as_user_error, keep_printing, users_traceback
 from reward import Counting, CurriculumStage, RewardFailure, RewardOutcome, load_tasks, validate_reward
 from rewards.functions import RewardFunction, get_function, load_reward_function
 
@@ -62,17 +62,19 @@ def to_failure(items: Sequence[RewardInput], error: BaseException) -> list[Rewar
 def to_outcomes(function: RewardFunction, call: RewardCall, result: Any) -> list[RewardOutcome]:
     """Check what a call returned, and return one outcome for each item."""
     results = list(result) if function.batch else [result]
+    origin = f"--reward {call.key}" if ":" in call.key else "the task's reward"
     if len(results) != len(call.items):
         uid = call.items[0].example.uid
         lengths = f"a list of {len(results)} for {len(call.items)} responses"
-        raise UserError(f"row {uid!r} and others: the reward returned {lengths}; return one for each response")
-    return list(map(to_outcome, results, call.items))
+        raise UserError(f"{origin}: row {uid!r} and others: it returned {lengths}; return one for each response")
+    return [to_outcome(result, item, origin) for result, item in zip(results, call.items, strict=True)]
 
 
-def to_outcome(result: Any, item: RewardInput) -> RewardOutcome:
-    """Return the named rewards of an item, or a failure if its result is invalid."""
+def to_outcome(result: Any, item: RewardInput, origin: str) -> RewardOutcome:
+    """Return the named rewards of an item, or a failure, which names their `origin`, if its result is invalid."""
     try:
-        return validate_reward(result, item.example.uid, item.response, len(getattr(item.example, "images", ())))
+        with as_user_error(UserError, origin):
+            return validate_reward(result, item.example.uid, item.response, len(getattr(item.example, "images", ())))
     except REWARD_EXCEPTIONS as error:  # the numbers may be objects of the user's classes, whose methods can raise
         return to_failure([item], error)[0]
 

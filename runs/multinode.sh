@@ -5,10 +5,12 @@
 #   sbatch -N 4 --gpus-per-node 8 --signal B:USR1@300 runs/multinode.sh slurm --model M --data F --out O --resume auto
 #   NODES="a b c d" SERVERS=2 runs/multinode.sh ssh --model M ...     from a machine that can log in to all of them
 #   NODES="a b c d" SERVERS=2 runs/multinode.sh hand --model M ...    prints the command for each node
-# NODES     host names by which the nodes reach each other; the last SERVERS of them run servers, the others train
-# GPUS      GPUs per node; a server uses TP of them, so a server node runs GPUS / TP servers
-# PORT      port of the rendezvous on the first node; SERVER_PORT: port of a node's first server, the others follow
-# RESTARTS  restarts of dead processes by torchrun; GRACE: seconds to save; READY: seconds for servers to start
+# NODES     host names by which the nodes reach each other; the last SERVERS (0) of them run servers, the others train
+# GPUS      GPUs per node (8); a server uses TP (1) of them, so a server node runs GPUS / TP servers
+# PORT      port of the rendezvous on the first node (29500); SERVER_PORT (8000): of a node's first server, the others
+#           follow. Numbers in parentheses are defaults
+# RESTARTS  restarts of dead processes by torchrun (3); GRACE (60): seconds to save; READY (1800): seconds for servers
+#           to start
 # DIR, PYTHON, SERVE  repository, interpreter and server command, the same on every node. Variables whose names begin
 # with HF_, NCCL_, GLOO_, OMP_, VLLM_ are passed on, except tokens and keys.
 set -euo pipefail

@@ -615,6 +615,8 @@ def test_resume_needs_a_checkpoint_or_a_run_that_has_one(toys, tmp_path):
     for source in (toys["qwen2_5_vl"], tmp_path / "empty"):
         with pytest.raises(UserError, match=f"--resume {source}: expected no, auto, a complete checkpoint or a run"):
             find_start(start_args(toys["qwen2_5_vl"], tmp_path / "out", source))
+    with pytest.raises(UserError, match="--resume .*/emty: there is no such folder; .*did you mean .*/empty"):
+        find_start(start_args(toys["qwen2_5_vl"], tmp_path / "out", tmp_path / "emty"))
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_keeps_its_settings(toys, tmp_path):

@@ -233,7 +233,7 @@ def test_a_bad_number_fails_one_response_and_a_wrong_length_the_whole_batch(load
     grader = load("some", reward_workers=count)
     assert grade_texts(grader, "a", "bad", "b") == [{"reward": 1.0}, None, {"reward": 1.0}]
     assert grader.counts == {"reward/errors": 1}
-    with pytest.raises(reward.UserError, match="row 'row-7' and others: the reward returned a list of 1 for 3 resp"):
+    with pytest.raises(reward.UserError, match="row 'row-7' and others: it returned a list of 1 for 3 resp"):
         grade_texts(load("too_few", reward_workers=count, reward_errors="stop"), "a", "b", "c")
     capfd.readouterr()
     assert grade_texts(load("too_few", reward_workers=count), "a", "b") == [None, None]

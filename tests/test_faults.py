@@ -451,13 +451,16 @@ def start(toys, tmp_path, left):
     return run_training
 
 
-def test_equal_rewards_give_a_warning_and_fewer_steps_than_the_checkpoint_has_are_nothing_to_do(start, tmp_path, capfd):
+def test_equal_rewards_give_a_warning_and_fewer_steps_than_the_checkpoint_has_are_an_error(start, tmp_path, capfd):
     start("return 0.25", "--steps", 7)
     text = "".join(capfd.readouterr())
     assert text.count("warning: in the last 5 steps all samples of a prompt got the same reward (mean 0.25)") == 1
-    start("return 0.25", "--steps", 3, "--resume", "auto")
+    start("return 0.25", "--steps", 7, "--resume", "auto")
     text = "".join(capfd.readouterr())
-    assert "nothing to do: " in text and "step_000007 is from step 7 and --steps is 3" in text and "done:" not in text
+    assert "nothing to do: " in text and "step_000007 is from step 7 and --steps is 7" in text and "done:" not in text
+    with pytest.raises(UserError, match="--steps 3: .*step_000007 has already done 7"):
+        start("return 0.25", "--steps", 3, "--resume", "auto")
+    assert "loading" not in "".join(capfd.readouterr())
     assert list_checkpoints(tmp_path / "out")[-1].name == "step_000007"
 
 

@@ -84,7 +84,7 @@ def test_a_folder_cannot_name_code_servers_or_secrets(command, name, value, tmp_
         parse_command(command, tmp_path)
     text = str(refused.value)
     assert "\n" not in text and f"{tmp_path} was trained with {flag} " in text and f"; add {flag} " in text
-    assert values[0].split("=")[0] in text and text.endswith(f"or {flag} default to do without")
+    assert values[0].split("=")[0] in text and text.endswith(f"or return to the default with {flag} default")
     parsed = parse_command(command, tmp_path, flag, *values)
     assert parsed[name] == (tuple(value) if isinstance(value, list) else value) and parsed["max_new_tokens"] == 77
     assert parse_command(command, tmp_path, flag, "default")[name] in ((), None)
@@ -104,7 +104,7 @@ def test_harmless_settings_are_inherited_from_a_folder(command, tmp_path):
     without = parse_command(command, tmp_path, "--env", "default", "--judge-url", "default")
     assert without["env_settings"] == () and without["judge"] == ()  # dropped with the flag that they belong to
     run_folder(tmp_path, reward=["a.py:f"], judge_url="http://x")
-    with pytest.raises(UserError, match="or --reward default --judge-url default to do without$"):  # all flags
+    with pytest.raises(UserError, match="with --reward default --judge-url default$"):  # all flags
         parse_command(command, tmp_path)
 
 

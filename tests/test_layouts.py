@@ -145,7 +145,7 @@ def test_r1_v(tmp_path):
     rows = [{"image": PNG["red"], "problem": "How many items?", "solution": f"<answer> {i} </answer>"}
             for i in range(5)]  # fmt: skip
     file = write_table(tmp_path / "r1v.parquet", rows)
-    with pytest.raises(UserError, match="no column 'question'; it has image, problem, solution. Correct --prompt-key"):
+    with pytest.raises(UserError, match="no column 'question'; it has image, problem, solution. Correct --prompt-key$"):
         convert_and_read(tmp_path, "vqa", file)
     examples = convert_and_read(tmp_path, "vqa", file, "--prompt-key", "problem", "--answer-key", "solution")
     assert content(examples[2]) == "<image>How many items?" and "2" in examples[2].ground_truth
@@ -166,6 +166,8 @@ def test_placeholders_are_added_where_missing_and_reported_once(tmp_path, capsys
     assert capsys.readouterr().out == (
         "added <image> or <video> placeholders, one per image or video, at the start of 2 prompts that had images or "
         "videos but no placeholders for them\n")
+    read_examples(write_table(tmp_path / "a.parquet", rows[::2]), DataConfig(data=""))
+    assert capsys.readouterr().out == ""  # no row has placeholders: that is the format of the file
     rows[1]["images"] *= 2
     with pytest.raises(UserError, match="row 1: <image> placeholders in the prompt: 1; images: 2; write one") as error:
         read_examples(write_table(tmp_path / "a.parquet", rows), DataConfig(data=""))

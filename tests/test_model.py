@@ -409,6 +409,16 @@ def test_errors_name_models_that_cannot_be_loaded(tmp_path, toys):
         M.load_config(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="neither a folder with a config.json"):
         M.load_config("nobody/no-such-model")
+    run = tmp_path / "demo" / "run"
+    for file in (run / "run.json", run / "step" / "trainer.json", run.with_name("start") / "config.json"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    for folder in (run, run / "step"):
+        with pytest.raises(ValueError, match=f"is a run, checkpoint .*python merge_lora.py {folder} --out DIR"):
+            M.load_config(str(folder))
+    for wrong, hint in (("demo", "inside it"), ("demo/strat", "did you mean")):
+        with pytest.raises(ValueError, match=f"{tmp_path / wrong}'.*{hint}.*{tmp_path}/demo/start"):
+            M.load_config(str(tmp_path / wrong))
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ValueError, match="'bert'; supported: qwen2_vl, qwen2_5_vl, qwen3_vl"):

@@ -270,7 +270,7 @@ def test_prompts_come_from_the_data(toys, tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--gpus 6 --replicate 4 --prompts-per-step 24", "the number of processes, 6, is not a multiple of 4"),
+    ("--gpus 6 --replicate 4 --prompts-per-step 24", "this takes 4 processes or a multiple"),
     ("--gpus 6", "--prompts-per-step 16 is not divisible by 6 processes"),
     ("--serve 4", "--serve 4: only for servers, but the engine is --rollout vllm"),
     ("--async-steps 2", "--async-steps 2: only for servers"),

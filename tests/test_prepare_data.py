@@ -388,13 +388,14 @@ def test_file_errors(tmp_path):
     for part in (str(path), "no column 'prompt'", "images, problem, answer", "--prompt-key"):
         assert part in message
     assert "'reward_model'" in error_message(path, prompt_key="problem")
-    assert "--answer-key" in error_message(path, prompt_key="problem")
+    assert error_message(path, prompt_key="problem").endswith("Correct --answer-key")
     message = error_message(path, prompt_key="problem", answer_key="answer", image_key="image")
     assert "no column 'image'" in message and "--image-key" in message
     assert "gone.parquet: no such file" in error_message(tmp_path / "gone.parquet")
     (tmp_path / "zero.parquet").write_bytes(b"")
     message = error_message(tmp_path / "zero.parquet")
     assert "zero.parquet is not a parquet file, or is damaged near row 0: Parquet file size is 0" in message
+    assert "prepare_data.py" in message
     (tmp_path / "text.parquet").write_text("hello" * 20)
     assert "text.parquet is not a parquet file, or is damaged" in error_message(tmp_path / "text.parquet")
     pq.write_table(pa.Table.from_pylist([verl_row(0)]).slice(0, 0), tmp_path / "none.parquet")
@@ -966,6 +967,7 @@ def test_inspect_other_layout(tmp_path, capsys):
     ("argv", "reason"),
     [
         (("geo3k", "--out", "."), "--out is ."),
+        (("shapes", "--toy", "--out", "x.jsonl"), "--out is x.jsonl, expected the parquet file to write"),
         (
             ("csv", "--input", "a", "b", "--out", "x.parquet"),
             "a: no such file or folder of parquet files, and no file matches it as a glob",

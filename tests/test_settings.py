@@ -104,6 +104,7 @@ class Base:
 
     lam: float = flag_field(0.9, "decay", key=True)
     kl_in: str = flag_field("loss", "place of the KL", choices=("loss", "reward"), key=True)
+    log_kl: bool = flag_field(False, "log the KL to the reference after each of the steps of a run", key=True)
     clip: float = flag_field(0.2, "clip range")
 
 
@@ -121,6 +122,8 @@ Algorithm:
   Keys of --algo-args:
     lam=VALUE: decay (default: 0.9)
     kl_in=loss|reward: place of the KL (default: loss)
+    log_kl=true|false: log the KL to the reference after each of the steps of a
+        run (default: off)
 
   --size N              samples (default: 8)
   --clip X              clip range (default: 0.2)
@@ -206,6 +209,7 @@ def test_an_unknown_flag_is_the_only_error_and_gets_a_suggestion(capsys):
 def test_other_errors_are_one_line_too(capsys):
     assert "argument --lr: invalid float value: 'x'" in parse_error(capsys, "--lr", "x")
     assert "invalid choice: 'cos' (choose from 'constant', 'cosine')" in parse_error(capsys, "--schedule", "cos")
+    assert "(did you mean cosine?)" in parse_error(capsys, "--schedule", "cosin")
     assert "--warmup-steps: expected one argument" in parse_error(capsys, "--warmup-steps")
     assert "required: SOURCE" in parse_error(capsys, "--lr", "1")
     assert "unrecognized arguments: left" in parse_error(capsys, "folder", "left")
@@ -279,9 +283,9 @@ def test_a_config_file_sets_what_flags_do_not(name, tmp_path):
 
 @pytest.mark.parametrize("name,text,message", [
     ("a.toml", "lern = 1", "unknown setting lern"),
-    ("a.toml", "warmup-step = 1", r"unknown setting warmup_step \(did you mean warmup_steps\?\)"),
+    ("a.toml", "warmup-step = 1", r"unknown setting warmup-step \(did you mean warmup-steps\?\)"),
     ("a.toml", "lr = = 1", "expected a TOML file, with texts in quotes, or a run.json: Invalid value"),
-    ("a.toml", None, r"no such file \(did you mean b.toml\?\)"),
+    ("a.toml", None, r"no such file \(did you mean /.*/b.toml\?\)"),
     ("run.json", "{", "expected a TOML file, with texts in quotes, or a run.json: Expecting"),
     ("run.json", "[]", "expected a TOML file"),
     ("run.json", "{}", "expected a TOML file"),

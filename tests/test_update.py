@@ -353,7 +353,7 @@ def test_the_error_for_a_nan_reward_names_the_sample(tmp_path):
     file = tmp_path / "bad.py"
     file.write_text("def score(response, example):\n    return float('nan') if response == 'text 2' else 1.0\n")
     grader = Grader(RewardConfig(reward=(f"{file}:score",), reward_errors="stop"))
-    with pytest.raises(UserError, match="row 'p0': reward part 'reward' is nan .* for the response 'text 2'"):
+    with pytest.raises(UserError, match="--reward .*bad.py:score: row 'p0': .* is nan .* for the response 'text 2'"):
         grader.collect(make_rollouts([[0.0] * 4]))
 
 
