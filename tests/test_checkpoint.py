@@ -86,7 +86,7 @@ def find_start(cfg):
 
 
 def start_flags(toy, out):
-    return ["--model", str(toy), "--data", "d", "--out", str(out), "--steps", "9"]
+    return ["--model", str(toy), "--data", "d", "--out", str(out), "--steps", "1000000"]
 
 
 def start_args(toy, out, resume):
