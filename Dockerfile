@@ -1,7 +1,7 @@
 # An image for one node with NVIDIA GPUs, without models and data:
 #   docker build -t vlm-rl .
 #   docker run --rm -it --gpus all --ipc=host -v "$PWD/out:/workspace/out" \
-#       -v "$HOME/.cache/huggingface:/root/.cache/huggingface" vlm-rl python train.py --help
+#       -v "$HOME/.cache/huggingface:/cache" -e HF_HOME=/cache vlm-rl python train.py --help
 # --ipc=host: processes exchange data through /dev/shm, of which Docker gives a container only 64 MB.
 
 # CUDA as torch's wheel is built for; devel, because Triton and vLLM compile kernels while they run. Python is 3.12.

@@ -130,8 +130,9 @@ class DataFormatConfig:
                  for key in ("prompt_key", "image_key", "answer_key")}
         if self.prompt_template:
             named = {"prompt_template": template_columns(self.prompt_template)} | named | {"prompt_key": []}
-        remedy = "; rows of image, question and answer are converted by prepare_data.py vqa --input FILE"
-        remedy *= not self.split and {"question", "answer"} <= {*columns}  # without a split, no file is written
+        remedy = ""
+        if not self.split and {"question", "answer"} <= {*columns}:  # without a split, no file is written
+            remedy = "; rows of image, question and answer are converted by prepare_data.py vqa --input FILE"
         for setting_name, names in named.items():
             for name in names:
                 column = "reward_model" if name == TRUTH else name
