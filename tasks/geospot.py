@@ -46,12 +46,12 @@ class GeospotStage(NamedTuple):
 
 NAME_FIELDS = ("country", "region", "city")
 FIELD_WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
-STAGES = (  # there are four parts, so the fifth stage only tightens the tolerance
+STAGES = (
     GeospotStage(0, ("country",), 500.0),
-    GeospotStage(100, ("country", "coordinates"), 200.0),
-    GeospotStage(300, ("country", "region", "coordinates"), 100.0),
-    GeospotStage(600, ("country", "region", "city", "coordinates"), 50.0),
-    GeospotStage(1000, ("country", "region", "city", "coordinates"), 25.0),
+    GeospotStage(100, ("country",), 200.0),
+    GeospotStage(300, ("country", "region"), 100.0),
+    GeospotStage(600, NAME_FIELDS, 50.0),
+    GeospotStage(1000, (*NAME_FIELDS, "coordinates"), 25.0),
 )
 
 CURRICULUM = [

@@ -61,11 +61,11 @@ def test_the_five_stages():
     assert [stage.tolerance_km for stage in STAGES] == [500, 200, 100, 50, 25]
     added = [set(stage.parts) - {"coordinates"} for stage in STAGES]
     assert added == [{"country"}, {"country"}, {"country", "region"}, set(PARTS[:3]), set(PARTS[:3])]
-    assert ["coordinates" in stage.parts for stage in STAGES] == [False, True, True, True, True]  # not in the first
+    assert ["coordinates" in stage.parts for stage in STAGES] == [False, False, False, False, True]
     assert sum(geospot.FIELD_WEIGHTS.values()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("stage, maximum", list(enumerate([0.3, 0.6, 0.8, 1.0, 1.0])))
+@pytest.mark.parametrize("stage, maximum", list(enumerate([0.3, 0.3, 0.5, 0.7, 1.0])))
 def test_a_perfect_answer_earns_the_weights_of_the_stage(stage, maximum):
     parts = geospot_reward(json.dumps(PARIS), PARIS, stage)
     assert parts == dict.fromkeys(PARTS, 1.0) | {"reward": pytest.approx(maximum)}
@@ -83,7 +83,8 @@ def test_each_part_earns_its_weight():
     whole = PARIS | {"lat": 0.0, "lon": 0.0}
     answer = '{"country": "France", "lat": 0, "lon": 1}'
     assert geospot_reward(answer, whole, 0)["reward"] == pytest.approx(0.3)
-    assert geospot_reward(answer, whole, 1)["reward"] == pytest.approx(0.3 + 0.3 * math.exp(-degree / 200))
+    assert geospot_reward(answer, whole, 3)["reward"] == pytest.approx(0.3)
+    assert geospot_reward(answer, whole, 4)["reward"] == pytest.approx(0.3 + 0.3 * math.exp(-degree / 25))
     city_stage = GeospotStage(0, ("city",), 1.0)
     assert geospot_reward('{"city": "Paris", "country": "Chad"}', PARIS, city_stage)["reward"] == pytest.approx(0.2)
 
