@@ -478,8 +478,11 @@ class Engine:
         turn; its next response continues after the observation added in between."""
         raise NotImplementedError
 
-    def sync(self, weights: GetWeights) -> dict[str, float]:
-        """Load the trainer's weights; collective over all ranks. Return the metrics of load_weights."""
+    def sync(self, weights: GetWeights, changed: bool = True) -> dict[str, float]:
+        """Load the trainer's weights; collective over all ranks. Return the metrics of load_weights. If the weights
+        have not changed since the last sync and the engine still has them, send nothing."""
+        if not changed and self.has_all_weights:
+            return {"sync/calls": 0.0, "sync/bytes": 0.0}
         return self.load_weights(weights(self.has_all_weights))
 
     def load_weights(self, named_tensors: NamedTensors) -> dict[str, float]:

@@ -253,11 +253,11 @@ def set_advantages(batch: TrainBatch, algo: grpo.Algorithm, kl_coef: float, ctx:
 
 
 def update_policy(models: Models, batch: TrainBatch, cfg: Config, state: TrainState, ctx: DistContext, meter: Meter,
-                  skipped: SkippedUpdates) -> None:
+                  skipped: SkippedUpdates) -> int:
     """Phase 6: take --update-epochs x --minibatches optimizer steps of the policy, and as many of a separate critic if
     there is one; a value head is part of the policy. During the first critic_warmup_steps training steps only the
-    values are trained."""
-    algo = cfg.algo
+    values are trained. Return how many optimizer steps changed the policy: those without a gradient change nothing."""
+    algo, n_steps = cfg.algo, 0
     loss = grpo.PolicyLoss(algo, state.kl_coef if models.reference else 0.0)
     if models.reference:
         meter.set_replicated("kl/coef", state.kl_coef)
@@ -297,6 +297,7 @@ def update_policy(models: Models, batch: TrainBatch, cfg: Config, state: TrainSt
         if state.step < algo.critic_warmup_steps:
             models.policy.hf.zero_grad()
         norm, stepped = clip_and_step(models.policy, models.optimizer, cfg.optim.max_grad_norm)
+        n_steps += stepped
         # log the loss, summed over ranks and averaged over optimizer steps; steps without any gradient (norm 0) do not
         # count
         meter.add_mean("loss/policy", policy_total, (norm != 0) / ctx.data_world)
@@ -308,6 +309,7 @@ def update_policy(models: Models, batch: TrainBatch, cfg: Config, state: TrainSt
             skipped.count_if_skipped(norm, value_total, batch.uids(number), meter)
         if algo.needs_values:
             meter.add_mean("loss/value", value_total, (norm != 0) / ctx.data_world)
+    return n_steps
 
 
 @torch.no_grad()
@@ -474,12 +476,12 @@ def main(cfg: Config) -> None:
         # 6. update: --update-epochs x --minibatches optimizer steps
         with timer("update"), peak_memory(meter, engine.asleep_bytes):
             lr = models.set_learning_rates(cfg.optim, step, cfg.run.steps)
-            update_policy(models, batch, cfg, state, ctx, meter, run.skipped)
+            n_steps = update_policy(models, batch, cfg, state, ctx, meter, run.skipped)
             models.zero_grad()  # free the gradients: the engine needs their memory when it wakes
 
-        # 7. weight sync: send the new weights to the engine; frozen weights only if it does not have them yet
+        # 7. weight sync: send the changed weights to the engine; frozen weights only if it does not have them yet
         with timer("sync", interruptible=False):
-            sync_metrics = engine.sync(models.weights(engine.dtype))
+            sync_metrics = engine.sync(models.weights(engine.dtype), changed=n_steps > 0)
 
         # 8. report: metrics, evaluation, checkpoint. Samples and pages come last; if they fail, the run only warns
         row = metrics.rollout_metrics(pool, grader.pop_counts()) | meter.reduce(ctx) | sync_metrics

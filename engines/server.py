@@ -290,12 +290,15 @@ class ServerEngine(Engine):
 
     # --- new weights ---
 
-    def sync(self, weights: GetWeights) -> dict[str, float]:
-        """Send new weights to the servers and return metrics. All ranks call this together.
+    def sync(self, weights: GetWeights, changed: bool = True) -> dict[str, float]:
+        """Send new weights to the servers and return metrics. All ranks call this together. If the weights have not
+        changed since the last sync, send nothing; servers that are back are noticed by the next sync.
 
         If the servers that answer are the same as in the last sync, they get only the trained weights, otherwise all
         weights. A server that fails is marked unavailable, and the others then get all weights. If no server is left,
         ask the run to end."""
+        if not changed and self.has_all_weights:
+            return dict.fromkeys(("sync/calls", "sync/bytes", "sync/servers"), 0.0)
         self.calls.run_all([self._hold_new_requests()])
         for unavailable in self.ctx.gather(dict(self.unavailable)):  # from here on, no rank sends requests
             self.unavailable = unavailable | self.unavailable

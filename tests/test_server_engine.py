@@ -608,6 +608,7 @@ def test_an_update_that_fails_on_one_server(connect, capfd):
     metrics, requested = run_sync(engine, 2.0)
     assert requested == ["trained"] and metrics == {"sync/calls": 1.0, "sync/bytes": 8.0, "sync/servers": 2.0}
     assert bad.updates == good.updates == [["a", "b"], ["a"]]
+    assert engine.sync(None, changed=False) == dict.fromkeys(metrics, 0.0) and engine.weights_version == 2
     bad.failing_updates = 1
     metrics, requested = run_sync(engine, 3.0)
     assert requested == ["trained", "all"] and metrics["sync/servers"] == 1.0
