@@ -18,6 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from statistics import pvariance
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 from algorithms._tokens import sum_over_ranks
 from errors import as_user_error, need
 from grpo import PRESETS, StepInfo, algo_arg, group_advantages, register_method, sum_per_rollout
+from utils import print0
 
 
 @dataclass(frozen=True)
@@ -65,20 +67,20 @@ def parse_weights(text: str) -> dict[str, float]:
 
 
 def gdpo_advantages(advantages_N: torch.Tensor, batch, algo, info: StepInfo) -> torch.Tensor:
-    """Return GDPO's advantages. A response that lacks a reward gets no part for it."""
-    sum_PG, compared_PG, counts, weights = 0.0, False, [], parse_weights(algo.reward_weights)
-    for name, weight in weights.items():
+    """Return GDPO's advantages. A response that lacks a reward gets no part for it; each step reports such rows."""
+    sum_PG, compared_PG, lacking = 0.0, False, {}
+    for name, weight in parse_weights(algo.reward_weights).items():
         rewards_PG = to_groups([r.rewards.get(name, torch.nan) for r in batch.rollouts], algo)
         graded_PG = ~rewards_PG.isnan()
         sum_PG = sum_PG + weight * group_advantages(rewards_PG, "grpo", "group", graded_PG=graded_PG)
         compared_PG = compared_PG | graded_PG
-        counts.append(float(graded_PG.sum()))
-    n_graded = sum(bool(r.rewards) for r in batch.rollouts)
-    n, squares, total, *counts = sum_over_ranks(
-        [float(compared_PG.sum()), (sum_PG**2).sum().item(), n_graded, *counts], info)  # the mean is 0
-    missing = ", ".join(name for name, count in zip(weights, counts, strict=True) if not count)
-    need(not missing or not total, f"--algo-args reward_weights={algo.reward_weights}: no response has the reward "
-         f"{missing}; correct the name")
+        lacking[name] = [r.prompt.uid for r in batch.rollouts if r.rewards and name not in r.rewards]
+    n, squares = sum_over_ranks([float(compared_PG.sum()), (sum_PG**2).sum().item()], info)  # the mean is 0
+    for name, *parts in zip(lacking, *(item.values() for item in info.gather(lacking)), strict=True):
+        if uids := list(chain.from_iterable(parts)):
+            print0(f"warning: --algo-args reward_weights: {len(uids)} responses of step {info.step + 1} have no reward "
+                   f"{name!r}, the first of row {uids[0]!r}; they are not compared by it. Correct the name, or return "
+                   "this reward for all rows")
     std = (squares / max(n - 1, 1)) ** 0.5
     return (sum_PG / (std + 1e-6)).flatten()[batch.tokens.rollout]
 

@@ -460,8 +460,9 @@ def test_gdpo_normalises_each_reward_on_its_own(ctx):
     assert gdpo("", ctx, scaled)[0] == pytest.approx(found, rel=1e-4, abs=1e-9)  # 1e-6 is added to each std
 
 
-def test_gdpo_compares_what_there_is(ctx):
-    """A response without a named reward is not compared by it; one without any is not compared at all."""
+def test_gdpo_compares_what_there_is(ctx, capsys):
+    """A response without a named reward is not compared by it, and the step says so; one without any is not compared
+    at all."""
     groups = [[dict(row) for row in group] for group in PARTS]
     groups[0][1], groups[1][3] = {}, {}
     del groups[3][2]["format"], groups[3][0]["accuracy"]
@@ -469,8 +470,12 @@ def test_gdpo_compares_what_there_is(ctx):
     wanted = gdpo_by_loops(groups, {"accuracy": 1.0, "format": 0.2})
     assert found == pytest.approx(wanted, rel=1e-5, abs=1e-9)
     assert found[1] == found[7] == 0.0 and ("p0", 1) not in packed(batch)
-    with pytest.raises(UserError, match="accuracy=1,fromat=1: no response has the reward fromat; correct the name"):
-        gdpo("", ctx, PARTS, "accuracy=1,fromat=1")
+    out = capsys.readouterr().out
+    assert "1 responses of step" in out and "no reward 'format', the first of row 'p3'" in out and "'accuracy'" in out
+    found, _ = gdpo("", ctx, PARTS, "accuracy=1,fromat=1")
+    assert found == pytest.approx(gdpo("", ctx, PARTS, "accuracy=1")[0])
+    assert "16 responses of step" in (out := capsys.readouterr().out) and "'fromat', the first of row 'p0'" in out
+    assert set(gdpo("", ctx, PARTS, "fromat=1")[0]) == {0.0}  # nothing to compare: no gradient
 
 
 def test_gdpo_with_one_reward_is_grpo_scaled_over_the_step(ctx):
