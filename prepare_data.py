@@ -19,10 +19,11 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -40,7 +41,7 @@ from settings import REQUIRED, FlagParser, PixelConfig, add_flags, build_config,
 from sources import content, tables
 from sources.content import IMAGE_PLACEHOLDER, TRUTH, drop_none, split_column_names, template_columns
 from sources.images import FORMATS, IMAGE_ERRORS, decode_image  # noqa: F401, for readers
-from sources.lazy_images import RowLocation, load_images, print_once, row_locations, sizes_of
+from sources.lazy_images import ONE_COLOUR, RowLocation, load_images, print_once, row_locations, sizes_of
 from sources.tables import File, Record, expand_data_paths, open_parquet, summarise_bad_rows
 from sources.videos import Video, VideoConfig, load_videos
 
@@ -82,6 +83,10 @@ class Example:
         return [(len(video.frames), video.fps, sizes_of(video.frames)[0]) for video in self.videos]
 
 
+PLACEHOLDERS_ADDED = f"had images or videos but no {IMAGE_PLACEHOLDER} or <video> placeholders; added at the start"
+NO_IMAGE = "have no image"
+
+
 @dataclass(slots=True)
 class RawRow:
     """A row as a source read it, before any check."""
@@ -92,7 +97,7 @@ class RawRow:
     root: File = Path()  # where relative image paths start
     name: str = ""  # name of the file in uids
     image_source: RowLocation | None = None  # where its images are read from
-    placeholders_added: bool = False  # whether its prompt had images or videos but no placeholders for them
+    notes: set[str] = field(default_factory=set)  # what is remarkable about it; the rows with each note are counted
 
 
 @dataclass(frozen=True)
@@ -224,7 +229,8 @@ def build_messages(prompt: object, system: str, instruction: str) -> list[dict]:
         messages.append({"role": role, "content": text})
     user_messages = [m for m in messages if m["role"] == "user"]
     need(any(m["content"].strip() for m in user_messages), "empty prompt: no user message has any text")
-    need(role != "assistant", "the last message is the assistant's (an answer left in the prompt?); remove it")
+    need(role != "assistant", "the last message is the assistant's (an answer left in the prompt?); remove it, or name "
+         "the same column with --prompt-key and --answer-key to make it the ground truth")
     last = user_messages[-1]
     if not last["content"].endswith(instruction):
         last["content"] += instruction if last["content"].endswith("\n") else f" {instruction}"
@@ -264,10 +270,17 @@ def build_example(raw: RawRow, reading: DataFormatConfig) -> Example:
     levels = MAX_DEPTH - 1 if reading.split else MAX_DEPTH  # a column may be written one level deeper, into extra_info
     need(not content.is_too_deep(record, levels), f"nested more than {levels} levels deep")
     prompt, *cells = content.row_content(record, reading.prompt_key, reading.image_key, reading.prompt_template)
+    if reading.prompt_key == reading.answer_key and isinstance(prompt, list) and prompt[1:]:
+        *prompt, last = prompt  # a conversation that ends with its answer
+        need(isinstance(last, dict) and last.get("role") == "assistant", "the last message is not the assistant's, so "
+             "it is no answer; name the column of the answer with --answer-key")
+        record = record | {reading.answer_key: last.get("content")}
     messages = build_messages(prompt, reading.system, resolve_instruction(reading.instruction))
     images, videos = load_images(cells[0], raw, reading), load_videos(cells[1], raw, reading)
     counts = {content.VIDEO_PLACEHOLDER: len(videos), IMAGE_PLACEHOLDER: len(images)}  # images last, to be first
-    raw.placeholders_added = any([add_placeholders(messages, n, mark) for mark, n in counts.items()])
+    if any([add_placeholders(messages, n, mark) for mark, n in counts.items()]):
+        raw.notes.add(PLACEHOLDERS_ADDED)
+    raw.notes |= {NO_IMAGE} if not images and not videos else set()
     reward_model = record.get("reward_model") if isinstance(record.get("reward_model"), dict) else {}
     truth = content.row_truth(record | {TRUTH: reward_model.get("ground_truth")}, reading.answer_key)
     extra = build_extra_info(record, reading, reward_model)
@@ -279,9 +292,10 @@ def build_example(raw: RawRow, reading: DataFormatConfig) -> Example:
         need(source, f"no data_source; {remedy}")
         extra = {"split": reading.split, "index": raw.number} | extra
     # rows without an index are identified by their number; "row" distinguishes these from real indices
-    index = extra.get("index", f"row{raw.number}")
+    names = extra if reading.split else record.get("extra_info") or {}  # other columns have meanings of their own
+    index = names.get("index", f"row{raw.number}")
     file = f"{raw.name}/" if raw.name else ""
-    uid = str(extra.get("uid", f"{source or 'data'}/{extra.get('split', '-')}/{file}{index}"))
+    uid = str(names.get("uid", f"{source or 'data'}/{names.get('split', '-')}/{file}{index}"))
     with as_user_error(UnicodeEncodeError, "text is not UTF-8; save the file as UTF-8"):
         json.dumps([messages, truth, extra, uid, source], ensure_ascii=False, default=str).encode()
     return Example(uid, source, messages, images, truth, extra, videos)
@@ -315,8 +329,8 @@ def valid_examples(
             pool.shutdown(cancel_futures=True)
 
     taken: dict[str, str] = {}  # uid -> location of the row that has it
-    n_changed = 0
-    for raw, result in results():
+    notes: Counter[str] = Counter()
+    for raw, result in refuse_lost_images(results()) if reading.split and reading.image_key else results():
         try:
             if isinstance(result, UserError):
                 raise result
@@ -327,14 +341,35 @@ def valid_examples(
             bad.append(printable(f"{raw.location}: {e}"))
             continue
         taken[result.uid] = raw.location
-        n_changed += raw.placeholders_added
+        notes.update(raw.notes)
         yield result
         if len(taken) == limit:
             break
-    if 0 < n_changed < len(taken):  # if no row has any, that is the format of the file
-        print_once(f"added {IMAGE_PLACEHOLDER} or <video> placeholders, one per image or video, at the start of "
-                   f"{n_changed} prompts that had images or videos but no placeholders for them")
+    for note, n in notes.items():
+        if n < len(taken) or note == ONE_COLOUR:  # what all rows have in common is the format of the file
+            print_once(f"{n} of {len(taken)} rows {note}")
     check_bad_rows(bad, len(taken), reading.bad_rows)
+
+
+def refuse_lost_images(
+    results: Iterable[tuple[RawRow, Example | UserError]]
+) -> Iterator[tuple[RawRow, Example | UserError]]:
+    """Yield the results, with a UserError for each row without an image whose file has rows with images."""
+    lost = UserError("no image, but other rows of the file have one; correct the row, or convert rows without images "
+                     "from a file of their own")
+    for _, rows in itertools.groupby(results, lambda item: item[0].name):
+        waiting: list | None = []  # rows without an image, until the file's first image; then None
+        for raw, result in rows:
+            if isinstance(result, Example) and NO_IMAGE not in raw.notes:
+                yield from ((other, lost) for other, _ in waiting or ())
+                waiting = None
+            elif isinstance(result, Example) and waiting is None:
+                result = lost
+            elif isinstance(result, Example):
+                waiting.append((raw, result))
+                continue
+            yield raw, result
+        yield from waiting or ()
 
 
 def check_bad_rows(bad: list[str], n_valid: int, bad_rows: str) -> None:
@@ -367,10 +402,10 @@ def parquet_records(file: File, reading: DataFormatConfig) -> Iterator[tuple[str
         with open_parquet(file) as parquet:
             schema = parquet.schema_arrow
             reading.check_columns(schema.names, file)
-            extra = [c for c in schema.names if c not in reading.known_columns()] if reading.split else []
+            extra = [c for c in schema.names if c not in reading.known_columns()]
             # extra_info is converted to JSON, so it cannot hold binary columns
             binary = [c for c in extra if "binary" in str(schema.field(c).type)]
-            if binary:
+            if binary and reading.split:
                 print(f"{file}: left out the binary columns {', '.join(binary)}")
             columns = [c for c in schema.names if (c in extra or c in reading.known_columns()) and c not in binary]
             need(parquet.metadata.num_rows, f"{file} has no rows")
@@ -562,6 +597,18 @@ def parse_args(argv: list[str] | None = None) -> tuple[str, ConvertConfig | Insp
     return args["source"], build_config(args["config"], args)
 
 
+TRUTH_FORMS = {
+    "letters": "[A-Za-z]", "numbers": r"[+-]?[0-9][0-9.,eE+-]*%?", "JSON": r"[\[{].*",
+    "texts of over 8 words, which only the same words can earn": r"(?:\S+\s+){8}.*",
+}  # fmt: skip
+
+
+def truth_form(truth: str) -> str:
+    """Return the kind of a ground truth, for the summary that prepare_data.py prints."""
+    matches = (form for form, pattern in TRUTH_FORMS.items() if re.fullmatch(pattern, truth.strip(), re.DOTALL))
+    return next(matches, "short texts")
+
+
 def check_output_file(source: str, cfg: ConvertConfig) -> None:
     """Raise UserError, before any work, if the file --out cannot be written."""
     out = Path(cfg.out)
@@ -581,11 +628,23 @@ def make_file(source: str, cfg: ConvertConfig) -> None:
     raws = tqdm(source_rows(source, cfg), desc=source, unit=" rows", disable=None)
     # rows whose task is not built in are graded by the user's own reward
     check = partial(check_tasks, graded_elsewhere=lambda example: task_name(example.data_source) not in TASKS)
+    forms: Counter[str] = Counter()
+    extra: dict[str, None] = {}
+
+    def described(examples: Iterable[Example]) -> Iterator[Example]:
+        for example in examples:
+            forms[truth_form(example.ground_truth)] += 1
+            extra.update(dict.fromkeys(example.extra))
+            yield example
+
     with errors.report_write_errors(Path(cfg.out), f"--out {cfg.out}"):
-        count = write_examples(valid_examples(raws, cfg, bad, cfg.limit, check), cfg.out)
+        count = write_examples(described(valid_examples(raws, cfg, bad, cfg.limit, check)), cfg.out)
     size = Path(cfg.out).stat().st_size / 2**10
     size_text = f"{size:.1f} KiB" if size < 2**10 else f"{size / 2**10:.1f} MiB"
     print(f"wrote {count} row{'s' * (count != 1)} ({size_text}) to {cfg.out}; left out {len(bad)}")
+    print("truths:", ", ".join(f"{n} {form}" for form, n in forms.most_common()))
+    if names := [name for name in extra if name not in ("split", "index", "uid")]:
+        print(f"kept in extra_info, not in the prompt: {', '.join(map(printable, names))}")
     print_left_out(bad)
     if cfg.inspect:
         inspect_file(InspectConfig(file=cfg.out))

@@ -172,6 +172,8 @@ def find_task(example: Any) -> Task:
 
 # --- shared by tasks: the box -------------------------------------------------------------------------------------
 
+# a number in digits without its sign: 3, 0.5, .5, 6.02e23, 1e-7
+NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9.]))?"
 BOX_PATTERN = re.compile(r"\\(?:boxed|fbox)\s*\{")
 SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^<>|]{1,64}\|>")  # like `<|im_start|>`; engines keep these in the text
 
@@ -201,6 +203,9 @@ def extract_boxed(response: str) -> str | None:
 
 
 WRAPPED = r"<think>.*?</think>(.*\S.*)|<answer>(?!\s*</)((?:(?!</?answer>).)+)</answer>|\$\$?([^$]*[^$\s][^$]*)\$\$?|"
+# a text that ends with `#### 5`, `The answer is 5.` or `Answer: B`; bold
+WRAPPED += r"(?![\[{])(?:.*\s)?####\s*([^\n#]*[^\s#])|\*\*([^*]+)\*\*|"
+WRAPPED += r"(?![\[{])(?:.*\s)?(?:the )?(?:final |correct )?answer(?: is ?:?|:\**)\s*((?:[^.\n]|\.(?!\s|$))+)\.?|"
 WRAPPED += r"\\\(((?:(?!\\[()]).)+)\\\)|\\\[((?:(?!\\[\[\]]).)+)\\\]"
 WRAPPED = re.compile(WRAPPED, re.DOTALL | re.IGNORECASE)
 

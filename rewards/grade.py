@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import reward
-from errors import ErrorContext, UserError, need, plug_in
+from errors import ErrorContext, UserError, as_user_error, need, plug_in
 from reward import (
     Counting,
     CurriculumStage,
@@ -28,10 +28,12 @@ from reward import (
     find_task,
     load_tasks,
     task_name,
+    unwrap_truth,
 )
 from rewards.call import JUDGE, RewardCall, RewardInput, WorkerConfig, call_function, call_function_async
 from rewards.functions import get_function, load_reward_functions, task_function
 from rewards.pool import InProcessPool, Result, WorkerPool
+from sources.cells import check_letter
 
 MAX_PRINTED = 2000  # characters of a response
 
@@ -96,8 +98,11 @@ def check_tasks(
         if graded_elsewhere(example):
             continue
         task, truth = find_task(example), example.ground_truth
+        with as_user_error(UserError, f"row {example.uid!r}"):
+            check_letter(example)
         with Counting() as counting:
-            right = task.answerable(truth, lambda answer, row=example: grade(f"\\boxed{{{answer}}}", row))
+            right = unwrap_truth(truth) == truth and task.answerable(
+                truth, lambda answer, row=example: grade(f"\\boxed{{{answer}}}", row))
         reasons = "".join(f"; {reason}" for name, reason in COUNT_REASONS.items() if counting.counts[name])
         row = f"row {example.uid!r}: the ground_truth {truth[:80]!r}, given as the answer,"
         need(right, f"{row} does not earn full marks from {task.name!r}{reasons}; correct or remove the row")

@@ -5,11 +5,13 @@ import json
 import re
 from collections import deque
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from decimal import Decimal
 from itertools import chain
+from math import isfinite
 from string import Formatter
 
 from errors import UserError, as_user_error, need
+from sources.cells import CHOICE_COLUMNS, EMPTY_VALUES, list_choices, parse_cell, read_choices
 
 IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER = "<image>", "<video>"
 MARK_PATTERN = re.compile(f"({IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER})")  # an image or a video in a message
@@ -25,7 +27,8 @@ TEXT_PART_TYPES = ("text", "input_text")
 MEDIA_PART_TYPES = ("image", "image_url", "input_image", "video", "video_url", "input_video")
 VIDEO_OPTIONS = {"video", "fps", "sample_fps", "nframes", "min_frames", "max_frames"}  # fields of a part with a video
 MEDIA_FIELDS = ("{}", "{}_url", "url", "path", "base64", "bytes")  # fields of a part that may hold its {image or video}
-EMPTY_VALUES = (None, "", [])
+ROLE_NAMES = {"human": "user", "gpt": "assistant"}  # as LLaVA and ShareGPT call them
+LIKE_MESSAGES = re.compile(r"""\W*["'](?:role|from|content|value)\\?["']\s*:""")
 
 
 def split_column_names(key: str, columns: Collection[str]) -> list[str]:
@@ -34,15 +37,32 @@ def split_column_names(key: str, columns: Collection[str]) -> list[str]:
     return [key] if key in columns else [name.strip() for name in key.split(",") if name.strip()]
 
 
+def parse_messages(prompt: object) -> object:
+    """Return a prompt's messages with the fields role and content. It may be JSON text of them, and they may have the
+    fields from and value. Any other prompt is returned unchanged. Raise UserError for a text that looks like messages
+    but cannot be read."""
+    messages = parse_cell(prompt)
+    messages = [messages] if isinstance(messages, dict) else messages
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and {"role", "from"} & m.keys() for m in messages):
+        need(not isinstance(prompt, str) or not LIKE_MESSAGES.match(prompt),
+             "the prompt is a text that looks like messages, but is not JSON of a list of {role, content}; write JSON")
+        return prompt
+    converted = []
+    for message in messages:
+        if "from" in message and message.get("role") is None:
+            message = {k: v for k, v in message.items() if k not in ("from", "value", "role", "content")} | {
+                "role": message["from"], "content": message.get("value")}
+        role = message["role"]
+        converted.append(message | {"role": ROLE_NAMES.get(role, role) if isinstance(role, str) else role})
+    return converted
+
+
 def media_cells(record: dict, names: Collection[str]) -> list:
     """Return the image or video cells of a row's columns, in order. A column holds one or a list; in CSV files a list
-    is JSON text."""
+    is JSON text. Text that is neither is a file name."""
     cells = []
     for name in names:
-        value = record.get(name)
-        if isinstance(value, str) and value.lstrip().startswith("["):
-            with suppress(ValueError, RecursionError):  # text that is not JSON is a file name
-                value = json.loads(value)
+        value = parse_cell(record.get(name))
         cells += value if isinstance(value, list) else [] if value in EMPTY_VALUES else [value]
     return cells
 
@@ -50,7 +70,7 @@ def media_cells(record: dict, names: Collection[str]) -> list:
 def row_content(record: dict, prompt_key: str, image_key: str, template: str = "") -> tuple[object, list, list]:
     """Return a row's prompt with a placeholder for each image and video, and its image cells and its video cells in the
     order of the placeholders."""
-    prompt = fill_template(template, record) if template else record.get(prompt_key)
+    prompt = parse_messages(fill_template(template, record) if template else record.get(prompt_key))
     names = split_column_names(image_key, record)
     videos = [name for name in VIDEO_COLUMNS if name not in names]
     return insert_placeholders(prompt, media_cells(record, names), media_cells(record, videos))
@@ -189,11 +209,13 @@ def fill_template(template: str, record: dict) -> str:
 
 
 def cell_text(record: dict, name: str | None) -> str:
-    """Return a value as a template shows it: strings unchanged, lists with one item per line, anything else as
-    JSON."""
+    """Return a value as a template shows it: choices with their letters, strings unchanged, lists with one item per
+    line, anything else as JSON."""
     if name is None:
         return ""
     value = record.get(name)
+    if name in CHOICE_COLUMNS and not isinstance(parse_cell(value), str | None):
+        return list_choices(read_choices({name: value})).rstrip()
     need(value is not None,
          f"no value in column {name!r} of --prompt-template; the row has {', '.join(map(str, record))}")
     need(not isinstance(value, bytes), f"column {name!r} of --prompt-template holds bytes, not text")
@@ -215,6 +237,8 @@ def row_truth(record: dict, answer_key: str) -> str:
          "no ground truth: the answer is missing or empty; name its column with --answer-key")
     if isinstance(truth, str):
         return truth
+    if isinstance(truth, float) and isfinite(truth):
+        return f"{Decimal(repr(truth)):f}"  # never in the form 1e-05
     with as_user_error((TypeError, ValueError), f"ground truth {truth!r} is neither a string nor JSON"):
         return json.dumps(truth, ensure_ascii=False, allow_nan=False)
 

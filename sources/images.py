@@ -37,8 +37,8 @@ def encode_png(image: Image.Image, **options: int) -> bytes:
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """Decode an image file to RGB: apply the EXIF orientation, put transparent images on white, and keep the high byte
-    of 16-bit grey values.
+    """Decode an image file to RGB: apply the EXIF orientation, put transparent images on white (on black if all that
+    they show is white), and scale grey values of more than 8 bits.
 
     Raise one of IMAGE_ERRORS if the file is damaged, truncated, too large, animated or of a format not in FORMATS.
     """
@@ -73,11 +73,19 @@ def to_rgb(image: Image.Image) -> Image.Image:
         values = np.asarray(image)
         low, high = values.min(), values.max()
         need(low >= 0 and high <= 65535, f"grey values {low}..{high} do not fit in 16 bits; convert the file")
-        image = Image.fromarray((values >> 8).astype(np.uint8))
+        extra_bits = 0 if high <= 255 else 4 if high <= 4095 else 8  # files of 8 or 12 bits are stored as 16
+        image = Image.fromarray((values >> extra_bits).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        on_white = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+        if not is_one_colour(on_white) or is_one_colour(image):
+            return on_white
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), image)
     return image.convert("RGB")
+
+
+def is_one_colour(image: Image.Image) -> bool:
+    return all(low == high for low, high in np.atleast_2d(image.getextrema()))
 
 
 def read_regular_file(path: Path, folder: str | None = None) -> bytes:
@@ -136,10 +144,12 @@ def image_bytes(
         return base64.b64decode("".join(cell.split()), validate=True)
 
 
-def check_decodes(data: bytes) -> tuple[int, int]:
-    """Decode an image file and return (width, height). Raise UserError with the reason, worded to follow "image 0"."""
+def check_decodes(data: bytes) -> tuple[tuple[int, int], bool]:
+    """Decode an image file and return (width, height), and whether it has a single colour. Raise UserError with the
+    reason, worded to follow "image 0"."""
     try:
-        return decode_image(data).size
+        image = decode_image(data)
+        return image.size, is_one_colour(image)
     except Image.UnidentifiedImageError as e:  # its own text only shows the address of a BytesIO
         raise UserError(f"({len(data)} bytes) cannot be decoded: not one of {', '.join(FORMATS)} (videos belong in the "
                         "column videos)") from e

@@ -27,6 +27,9 @@ OPEN_FILES = 8  # files kept open per process, with their parsed footers
 LARGE_GROUP = 256 << 20  # bytes; larger row groups are read row by row, and a line is printed that this is slow
 
 
+ONE_COLOUR = "have an image of a single colour"
+
+
 def print_once(text: str) -> None:
     """Print a line, only in the first process of a run."""
     if os.environ.get("RANK", "0") == "0":
@@ -129,7 +132,9 @@ def load_images(cells: list, raw: Any, reading: Any, video: int | None = None) -
     for i, cell in enumerate(cells):
         try:
             images.append(image_bytes(cell, raw.root, reading.fetch, reading.image_root))
-            sizes.append(check_decodes(images[i]))
+            size, is_plain = check_decodes(images[i])
+            sizes.append(size)
+            raw.notes |= {ONE_COLOUR} if is_plain and video is None else set()
         except UserError as e:
             raise UserError(f"{'image' if video is None else f'video {video}: frame'} {i} {e}") from e
         need(video is None or sizes[i] == sizes[0],

@@ -26,9 +26,10 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from errors import need, plug_in
-from prepare_data import IMAGE_PLACEHOLDER, RawRow, ToyConfig, table_rows
+from prepare_data import IMAGE_PLACEHOLDER, TABLE_SOURCES, RawRow, ToyConfig, table_rows
 from reward import (
     MAX_ANSWER_CHARS,
+    NUMBER,
     SPECIAL_TOKEN_PATTERN,
     accuracy_and_format_reward,
     closing_brace,
@@ -104,7 +105,9 @@ def folder_record(problem: Path, split: str) -> dict | str:
 def shard_rows(files: list[Path], cfg: ToyConfig) -> Iterator[RawRow]:
     """Yield the rows of the hub's shards: images, problem, answer, id, choices, ground_truth (a letter)."""
     new_names = {"id": "index", "ground_truth": "letter"}
-    for raw in table_rows(files, cfg):
+    extension = files[0].suffix[1:].lower()
+    records = TABLE_SOURCES.get({"json": "jsonl"}.get(extension, extension), TABLE_SOURCES["parquet"])[0]
+    for raw in table_rows(files, cfg, records):
         raw.name = ""  # the ids identify the rows
         if isinstance(raw.record, dict):
             raw.record = {new_names.get(key, key): value for key, value in raw.record.items()}
@@ -333,7 +336,7 @@ class ExpressionParser:
             return self.function(command)
         if symbol := self.accept("[|±∪]"):
             raise NeedsAlgebra(symbol)
-        if number := self.accept(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][0-9]{1,3}(?![0-9.]))?"):
+        if number := self.accept(NUMBER):
             return CONTEXT.create_decimal(number)
         # `AB` is a product, `abc` is a word
         name = self.accept(r"(?![A-Za-z]{3})[A-Za-zα-ω]'*(?:_(?:\{ ?\w{1,8} ?\}|\w))?")
@@ -410,22 +413,54 @@ def in_radians(text: str) -> str:
 
 # --- comparing answers --------------------------------------------------------------------------------------------
 
-LENGTHS = """
-1 mm millimeter millimeters millimetre millimetres
-10 cm centimeter centimeters centimetre centimetres
-25.4 in inch inches
-304.8 ft foot feet
-914.4 yd yard yards
-1000 m meter meters metre metres
-1000000 km kilometer kilometers kilometre kilometres
-1609344 mi mile miles
-any unit units
-"""  # millimetres, then names of the unit
-UNIT_NAMES = {name: line.split()[0] for line in LENGTHS.strip().splitlines() for name in line.split()[1:]}
+UNIT_TABLE = """
+1 length mm millimeter millimeters millimetre millimetres
+10 length cm centimeter centimeters centimetre centimetres
+25.4 length in inch inches
+304.8 length ft foot feet
+914.4 length yd yard yards
+1000 length m meter meters metre metres
+1000000 length km kilometer kilometers kilometre kilometres
+1609344 length mi mile miles
+1 mass mg milligram milligrams
+1000 mass g gram grams
+1000000 mass kg kilogram kilograms
+1000000000 mass t ton tons tonne tonnes
+1 time s sec second seconds
+60 time min minute minutes
+3600 time h hr hrs hour hours
+86400 time day days
+1 volume mL ml milliliter milliliters millilitre millilitres
+1000 volume L l liter liters litre litres
+1 angle rad radian radians
+1 force N newton newtons
+1 energy J joule joules
+1000 energy kJ kilojoule kilojoules
+1 power W watt watts
+1 pressure Pa pascal pascals
+1 voltage V volt volts
+1 money dollar dollars usd
+1 count people person student students child children boy boys girl girls man men woman women worker workers
+1 count item items piece pieces apple apples ball balls book books coin coins marble marbles card cards ticket tickets
+1 count time times way ways side sides point points triangle triangles square squares cube cubes vertices edge edges
+1 month month months
+1 year yr year years
+any length unit units
+"""  # size, kind, names; sizes of a kind are multiples of the same unit; counts of different things are not compared
+UNITS = {name: (kind, size) for line in UNIT_TABLE.strip().splitlines()
+         for size, kind, *names in [line.split()] for name in names}  # fmt: skip
+UNIT_NAMES = "|".join(sorted(UNITS, key=len, reverse=True))
 UNIT = re.compile(
-    r"(?<![A-Za-z\\])(?:(square|sq\.?|cubic|cu\.?) )?"
-    rf"({'|'.join(sorted(UNIT_NAMES, key=len, reverse=True))})\.? ?(?:\^ ?([23]|\{{ ?[23] ?\}}))?$"
+    rf"(?<![A-Za-z\\/])(?:(square|sq\.?|cubic|cu\.?) )?({UNIT_NAMES})\.? ?(?:\^ ?([23]|\{{ ?[23] ?\}}))?$"
 )
+# `m/s`, `g/cm^3`, `km per hour`, and other units with a prefix; these are compared by name only
+RATE = rf"(?:{UNIT_NAMES}) ?(?:/|per) ?(?:{UNIT_NAMES})(?: ?\^ ?\{{?[23]\}}?)?|[kMm]?(?:Hz|Pa|W|eV|mol)"
+RATE = re.compile(rf"(?<=[0-9)}}]) ?({RATE})$")
+COUNTED = re.compile(r"(?<=[0-9]) ([a-z]{3,})$")  # `5 sheep`: a unit if the truth has it
+# words after a number that change its value, so that they are no unit
+VALUE_WORDS = set("""squared cubed root half halves third thirds quarter quarters percent degrees degree plus minus
+over less more hundred thousand million billion trillion dozen factorial sin cos tan log sqrt frac""".split())
+Unit = tuple[str, str, int]  # kind, size or name, power
 # Words and signs of a hedge, which has several answers. OR and NO in capitals are segments.
 HEDGE = re.compile(r"\b(?:or|to|vs|no|(?i:either|maybe|and|not|never|but|isn|nan|inf|infinity))\b|[;?]")
 # The name before `=`: AB, |AB|, m ∠A, ∠ 1, x°, x_1, f(x), sin A, Area of △ABC, AB/BC, (x, y) in this order, or nothing.
@@ -439,7 +474,10 @@ POINT_NAMES = re.compile("(?<![A-Za-z])[A-Z]{2,3}(?![A-Za-z])")
 # The left side of an equation if it only names the right side, as `f(3)` and `\cos 2θ` do, and has no value.
 FUNCTION = re.compile(r"(?<![A-Za-z])[fghFGHP]'* ?\(|\\(?!frac|sqrt)|[|±∠△]")
 LIST = re.compile(" ?; ?|,? and ")  # separators of a list's values, in addition to commas
-WORDS_PATTERN = re.compile("(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z -]+|[Nn]o")
+WORDS_PATTERN = re.compile("(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z -]+|no", re.I)
+SET = re.compile(r"^\\\{(.*)\\\}$")
+LETTER = re.compile(r"(?<![A-Za-z\\])(?!π)[A-Za-zα-ωΔ]")
+RELATION = re.compile("[<>≤≥≠]")
 CHOICE_ANSWER_PATTERN = re.compile(
     r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I
 )
@@ -487,35 +525,43 @@ def all_paired(table: list[list[bool]]) -> bool:
     return all(pair(row, set()) for row in range(len(table)))
 
 
-def without_unit(text: str) -> tuple[str, tuple[str, int] | None]:
-    """Return (value, (its unit in millimetres, power)), or (text, None) without a unit.
+def without_unit(text: str, counted: str = "") -> tuple[str, Unit | None]:
+    """Return (value, its unit), or (text, None) without a unit.
 
-    Degrees have the unit ("°", 1), and their text is not shortened. A lone `m` is a unit only if no other letter is
-    used.
+    Degrees have the unit ("°", "1", 1), and their text is not shortened. A unit of one letter needs a value without
+    letters and, except for metres, a space before it. `counted` is a further word that is a unit.
     """
+    degrees = ("°", "1", 1) if "°" in text else None
+    if not degrees and (rate := RATE.search(text)):
+        return text[: rate.start()], (re.sub(" |[{}]", "", rate[1]).replace("per", "/"), "1", 1)
+    if not degrees and counted and (word := COUNTED.search(text)) and word[1].rstrip("s") == counted:
+        return text[: word.start()], (counted, "1", 1)
     match = UNIT.search(text)
-    degrees = ("°", 1) if "°" in text else None
     value = text[: match.start()].strip() if match else ""
-    if not value or (match[2] == "m" and re.search(r"(?<![A-Za-z\\])[A-Za-z]", value)):
+    if not value:
         return text, degrees
     dimension, name, exponent = match.groups(default="")
+    is_product = name != "m" and value == text[: match.start()]  # `4s`; `4 s` are seconds
+    if len(name) == 1 and (LETTER.search(value) or is_product):
+        return text, degrees
     powers = {{"sq": 2, "cu": 3}.get(dimension[:2], 0), int(exponent.strip("{ }") or 0)} - {0}
     if degrees or len(powers) > 1:
         raise ExpressionError(f"{text!r} has two units")
-    return value, (UNIT_NAMES[name], *(powers or {1}))
+    kind, size = UNITS[name]
+    return value, (name.rstrip("s") if kind == "count" else kind, size, *(powers or {1}))
 
 
-def in_unit(text: str, unit: tuple[str, int] | None, other: tuple[str, int] | None) -> str | None:
+def in_unit(text: str, unit: Unit | None, other: Unit | None) -> str | None:
     """Return a value in `unit` as an expression in `other`, or None if the units contradict.
 
-    `units`, and no unit, are compatible with every unit.
+    `units`, and no unit, are compatible with every unit of a length, and no unit with every unit.
     """
     if not unit or not other or unit == other:
         return text
-    (length, power), (other_length, other_power) = unit, other
-    if power != other_power or "°" in (length, other_length):
+    (kind, size, power), (other_kind, other_size, other_power) = unit, other
+    if kind != other_kind or power != other_power:
         return None
-    return text if "any" in (length, other_length) else f"({text})*({length}/{other_length})^{power}"
+    return text if "any" in (size, other_size) else f"({text})*({size}/{other_size})^{power}"
 
 
 def is_choice(prediction: str, letter: str) -> bool:
@@ -562,6 +608,7 @@ def same_answer_text(prediction: str, truth: str, as_text: bool = True) -> bool:
 
     Each step removes one kind of structure.
     """
+    prediction, truth = SET.sub(r"\1", prediction).strip(), SET.sub(r"\1", truth).strip()  # compared as lists
     if not prediction or not truth:
         return False
     if WORDS_PATTERN.fullmatch(truth):
@@ -575,22 +622,32 @@ def same_answer_text(prediction: str, truth: str, as_text: bool = True) -> bool:
 
     for separator in ",∪":  # a list or a union in any order, but without additional answers
         items, truths = members(prediction, separator), members(truth, separator)
-        if len(truths) > 1 and prediction.startswith("\\{") and prediction.endswith("\\}"):  # a set counts as a list
-            items = members(prediction[2:-2], separator)
         if len(items) > 1 or len(truths) > 1:
             in_order = len({tuple(strip_names(t)[0]) for t in truths}) > 1 and not any(strip_names(i)[0] for i in items)
             if in_order and len(items) == len(truths) and all(strip_names(t)[0] for t in truths):
                 return all(map(compare, items, truths))  # values without names come in the order of the names
             return len(items) == len(truths) and all_paired([[compare(item, t) for t in truths] for item in items])
 
-    (items, signs), (truths, true_signs) = (
-        split_outside_brackets(prediction, "<>≤≥≠"),
-        split_outside_brackets(truth, "<>≤≥≠"),
-    )
+    if bool(RELATION.search(prediction)) != bool(RELATION.search(truth)):  # `x > 3` is the interval (3,∞)
+        prediction, truth = as_interval(prediction), as_interval(truth)
+    (items, signs), (truths, true_signs) = (split_outside_brackets(text, "<>≤≥≠") for text in (prediction, truth))
     if signs or true_signs:
         mirrored = signs[::-1].translate(MIRROR) == true_signs and all(map(compare, items[::-1], truths))
         return mirrored or (signs == true_signs and all(map(compare, items, truths)))
     return same_equation(prediction, truth, compare)
+
+
+def as_interval(text: str) -> str:
+    """Return the interval of a letter's values (`3 < x` -> `(3,∞)`, `1 ≤ x < 2` -> `[1,2)`), or the text unchanged."""
+    items, signs = split_outside_brackets(text, "<>≤≥")
+    if signs[:1] in tuple(">≥"):
+        items, signs = items[::-1], signs[::-1].translate(MIRROR)
+    if len(items) == 2 and signs:
+        items, signs = (["-∞", *items], f"<{signs}") if LETTER.fullmatch(items[0]) else ([*items, "∞"], f"{signs}<")
+    if len(items) != 3 or not LETTER.fullmatch(items[1]) or not set(signs) <= set("<≤"):
+        return text
+    ends = dict(zip("<≤", ("()", "[]"), strict=True))
+    return f"{ends[signs[0]][0]}{items[0]},{items[2]}{ends[signs[1]][1]}"
 
 
 def same_equation(prediction: str, truth: str, compare: Callable[[str, str], bool]) -> bool:
@@ -600,7 +657,7 @@ def same_equation(prediction: str, truth: str, compare: Callable[[str, str], boo
     """
     name, _, value = prediction.partition(":")
     exact, _ = without_unit(split_outside_brackets(truth, "=")[0][-1])
-    letters = re.search(r"(?<![A-Za-z\\])[A-Za-zα-ωΔ]", exact)
+    letters = LETTER.search(exact)
     is_name = NAME.fullmatch(name) and not re.fullmatch(r"\(? ?[A-H] ?\)?", name)  # `A: 48` is a choice
     if name and value and ":" not in truth and is_name and not letters:
         prediction = f"{name}={value}"  # `x: 48` is an equation; if the truth has letters, as `x/y`, it is a ratio
@@ -674,7 +731,9 @@ def same_single(prediction: str, truth: str, compare: Callable[[str, str], bool]
         return all(same_value(f"({a})/({items[divisor_index]})", f"({b})/({truths[divisor_index]})") for a, b in pairs)
     prediction = f"({items[0]})/({items[1]})" if len(items) == 2 else prediction
     truth = f"({truths[0]})/({truths[1]})" if len(truths) == 2 else truth
-    (value, unit), (truth, true_unit) = without_unit(prediction), without_unit(truth)
+    word = COUNTED.search(truth)
+    counted = word[1].rstrip("s") if word and word[1] not in VALUE_WORDS else ""
+    (value, unit), (truth, true_unit) = without_unit(prediction, counted), without_unit(truth, counted)
     value = in_unit(value, unit, true_unit)
     return value is not None and same_value(value, truth)
 
@@ -693,7 +752,7 @@ def has_answer(truth: str) -> bool:
         or SPECIAL_TOKEN_PATTERN.search(truth)
     ):
         return False
-    return truth == "m" or not UNIT.fullmatch(truth)
+    return len(truth) == 1 or not UNIT.fullmatch(truth)
 
 
 def compare_answers(prediction: str, answer: str, as_text: bool) -> bool:
@@ -713,6 +772,11 @@ def compare_answers(prediction: str, answer: str, as_text: bool) -> bool:
     if values != truth or len(members(values, ",")) > 1:
         text, truth = LIST.sub(", ", text), values
     text = text.replace(" to ", ":") if ":" in truth else text
+    if WORDS_PATTERN.fullmatch(truth):  # `No` is a word, not a hedge
+        return text.casefold() == truth.casefold()
+    ranges = [re.split(r" or ", each) for each in (text, truth)]
+    text, truth = ("∪".join(map(as_interval, parts)) if all(map(RELATION.search, parts)) and parts[1:] else each
+                   for each, parts in zip((text, truth), ranges, strict=True))
     if (HEDGE.search(text) and not HEDGE.search(truth)) or (text.count("±") > 1 and "±" not in truth):
         return False
     return same_answer_text(text, truth, as_text)

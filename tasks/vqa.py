@@ -11,18 +11,17 @@ al. 2017, github.com/GT-Vision-Lab/VQA, `processPunctuation` and `processDigitAr
 are additions of this project.
 """
 
-import ast
-import json
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
-from errors import UserError, need
+from errors import UserError, as_user_error, need
 from prepare_data import IMAGE_PLACEHOLDER, RawRow, ToyConfig
 from reward import (
     BOX_PATTERN,
@@ -34,6 +33,7 @@ from reward import (
     register,
     unwrap_truth,
 )
+from sources.cells import Choices, list_choices, parse_cell, read_choices
 from tasks._tables import any_rows
 from tasks.shapes import COLOURS, Scene, drawings, has_only_box, make_boxed_response, toy_of
 
@@ -183,7 +183,8 @@ PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'  # as in VQA's evaluation
 DIGIT_COMMA = re.compile(r"[0-9],[0-9]")
 PERIOD = re.compile(r"\.(?![0-9])")
 END = ".,!?;:"  # characters after a word of a sentence
-NUMBER_REGEX = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{0,15})(?:\.[0-9]{1,30})?")
+NUMBER_REGEX = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{0,15})(?:\.[0-9]{1,30})?(?:e[+-]?[0-9]{1,2})?")
+POWER_OF_TEN = re.compile(r"(?<=[0-9]) ?(?:×|x|\*|⋅|·|\\times|\\cdot) ?10 ?\^ ?\{?([+-]?[0-9]{1,2})\}?")
 IN_TEXT = re.compile(r"\\(?:text|math)[a-z]* ?\{([^{}]*)\}")  # `\text{red}`
 LEAD = r"^(?:so,? |therefore,? |thus,? )?(?:(?:the |my )?(?:final |correct |right )?(?:answer|option|choice)"
 LEAD += r"(?: (?:is|would be|should be) ?:?| ?:| (?=\([a-z]\))) ?"
@@ -237,6 +238,7 @@ def clean(text: str) -> str:
     text = text.casefold()
     for old, new in SPELLINGS.items():
         text = text.replace(old, new)
+    text = POWER_OF_TEN.sub(r"e\1", text) if "10" in text else text
     text = MONEY.sub(r"\1 dollars", text).replace("$", " ")
     text = LEAD.sub("", IN_TEXT.sub(r"\1", " ".join(text.split())).strip())
     return TAIL_PATTERN.sub("", " ".join(QUOTES.sub("", text).split()).removesuffix(".").rstrip())
@@ -366,7 +368,7 @@ def merge_number_words(words: Sequence[str]) -> Iterator[tuple[str, Decimal | No
 
 def number_words(text: str) -> list[str]:
     """Return the words of a text, with `twenty-one` and `5cm` as two words each, and `#5` as 5."""
-    return re.sub("(?<=[a-z])-(?=[a-z])|(?<=[0-9])(?=[a-z])|#(?=[0-9])", " ", text.rstrip(END)).split()
+    return re.sub("(?<=[a-z])-(?=[a-z])|(?<=[0-9])(?=[a-z])(?!e[+-]?[0-9])|#(?=[0-9])", " ", text.rstrip(END)).split()
 
 
 @lru_cache(4096)
@@ -611,6 +613,15 @@ def parse_choice(text: str, choices: Sequence[str], context: QuestionContext = N
     return indices[0] if len(indices) == 1 else None
 
 
+def choice_letters(text: str) -> str:
+    """Return the letters of several choices in order, `A, C` -> AC, or "" for any other text.
+
+    They may be joined (`CA`), a list in words (`A and C`) or JSON.
+    """
+    letters = re.sub(r"\b(?:and|AND)\b|[\s,;&/()\[\]\"'.]", "", text)
+    return "".join(sorted(letters)) if re.fullmatch("[A-H]{2,8}", letters) and len({*letters}) == len(letters) else ""
+
+
 def extract_answer(response: str, finish_reason: str) -> str | None:
     """Return the content of the last box, or without a box the whole response except for its thinking.
 
@@ -704,7 +715,7 @@ def without_known(text: str, known: frozenset[str]) -> str:
 @lru_cache(4096)  # every response of a group has the same truth
 def references(truth: str) -> tuple[str, ...]:
     """Return the cleaned answers of a truth: the truth itself, or the items of its JSON list."""
-    answers = from_json(truth)
+    answers = parse_cell(truth)
     return tuple(clean(str(answer)) for answer in (answers if isinstance(answers, list) else [truth]))
 
 
@@ -733,12 +744,29 @@ def number_tolerance(example: Any) -> tuple[Decimal, Decimal]:
     raise UserError(f"row {example.uid!r}: tolerance is {text!r}; write a number such as 0.5, or a share such as 5%")
 
 
+NO_BOXES = "the answer {truth:.80} is a box or a point, which this task does not grade; give the row's data_source a "
+NO_BOXES += "reward of your own (--reward NAME=FILE.py:FUNCTION), or write the answers of several people as texts"
+
+
+def check_no_box(answers: object) -> None:
+    """Raise UserError if the answers are a list of two or more numbers that all differ: neither several people nor
+    several forms of one answer give those, but a box or a point does."""
+    numbers = answers if isinstance(answers, list) else []
+    while numbers and all(isinstance(item, list) for item in numbers):
+        numbers = list(chain(*numbers))
+    is_number = all(NUMBER_REGEX.fullmatch(str(item)) and str(item).strip("-.,") for item in numbers)
+    values = {Decimal(str(item).replace(",", "")) for item in numbers} if is_number else ()
+    need(not 1 < len(numbers) == len(values), NO_BOXES.format(truth=str(answers)))
+
+
 def answerable(truth: str, grade: Callable[[str], dict[str, float]]) -> bool:
     """Return whether one of the references, given as the answer, is right.
 
     An object is not answerable, nor is a missing value in the data.
     """
-    if isinstance(from_json(truth), dict) or {"nan", "null"}.issuperset(references(truth)):
+    check_no_box(parse_cell(re.sub(r"^\((.*,.*,.*)\)$", r"[\1]", truth.strip())))
+    need(not re.search("</?(?:box|bbox|point)>", truth), NO_BOXES.format(truth=truth))
+    if isinstance(parse_cell(truth), dict) or {"nan", "null"}.issuperset(references(truth)):
         count("bad_truth")
         return False
     return any(grade(reference)["accuracy"] for reference in references(truth))
@@ -754,11 +782,15 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     """
     question = "\n".join(m["content"] for m in example.messages if m["role"] == "user")
     tolerance, truths = number_tolerance(example), references(example.ground_truth)
-    choices = from_json(example.extra.get("choices")) or ()
+    with as_user_error(UserError, f"row {example.uid!r}"):
+        choices = [text for _, text in read_choices(example.extra)]
     if answer_kind(example) == MULTIPLE_CHOICE and not choices:
         choices = choices_in(question)
+    if not choices and all(parse_choice(truth, choices_in(question)) is not None for truth in truths):
+        choices = choices_in(question)
+    letters = choice_letters(example.ground_truth) if choices or choices_in(question) else ""
     options = ", ".join(map(str, choices))
-    for truth in truths if choices else ():
+    for truth in truths if choices and not letters else ():
         need(parse_choice(truth, choices) is not None,
              f"row {example.uid!r}: ground_truth {truth!r} is none of the choices {options}; correct or remove it")
     answer = extract_answer(response, finish_reason)
@@ -784,6 +816,8 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
         strip_question_words(text, context)
         for text in split_gloss(reply if choices else without_label(reply, context.counting))
     ]
+    if letters:
+        return accuracy_and_format_reward(choice_letters(answer.upper()) == letters, has_only_box(response, answer))
     hits = 0
     for truth in truths:  # the brackets of a formula have a meaning
         parts = [strip_question_words(reply, context)] if FORMULA_PATTERN.fullmatch(truth) and not choices else readings
@@ -840,18 +874,40 @@ def strip_question_words(text: str, context: QuestionContext) -> list[str]:
 # --- data ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class IntegerAnswers:
+    """What the integer answers of a file mean, if its choices are texts: all are places from 0, as in ScienceQA, or all
+    are texts. `conflict` is the reason if neither fits all rows."""
+
+    meaning: str = ""  # "places" or "texts"; "" until a row shows it
+    conflict: str = ""
+
+    def read(self, answer: int, by_text: set[int], n: int) -> set[int]:
+        """Return the places of the choices that an answer names, of n choices; `by_text` are those that equal it."""
+        by_place = {answer} & {*range(n)}
+        if by_text != by_place and not (by_text and by_place and self.meaning):
+            meaning = "" if by_text and by_place else "texts" if by_text else "places" if by_place else "neither"
+            if meaning and self.meaning not in ("", meaning):
+                self.conflict = f"some integer answers are {self.meaning}, but {answer} of {n} choices is not"
+            self.meaning = self.meaning or meaning
+        return by_text | by_place if not self.meaning else by_text if self.meaning == "texts" else by_place
+
+
 def rows(cfg: ToyConfig) -> Iterator[RawRow]:
-    """Return the rows {image, question, answer, type} of .jsonl, .csv or .parquet files, or of a folder of shards."""
-    return any_rows(cfg, (), lambda record, root: convert_record(record, cfg.prompt_key, cfg.answer_key))
+    """Yield the rows {image, question, answer, type} of .jsonl, .csv or .parquet files, or of a folder of shards."""
+    integers = IntegerAnswers()
+    yield from any_rows(cfg, (), lambda record, root: convert_record(record, cfg.prompt_key, cfg.answer_key, integers))
+    need(not integers.conflict, f"{integers.conflict}; write letters or texts (places count from 0)")
 
 
-def convert_record(record: dict, question_key: str, answer_key: str) -> dict:
+def convert_record(record: dict, question_key: str, answer_key: str, integers: IntegerAnswers) -> dict:
     """Return a row as it is stored; raise UserError if it is invalid.
 
-    `type` becomes answer_type, `choices` (or `options`) are listed below the question, and the answer becomes the
-    letter of a choice.
+    `type` becomes answer_type, the choices (cells.read_choices) are listed below the question, and the answer becomes
+    the letter of a choice.
     """
-    answer, choices = from_json(record.get(answer_key)), from_json(record.get("choices", record.get("options")))
+    answer, choices = parse_cell(record.get(answer_key)), read_choices(record)
+    check_no_box(answer)
     if isinstance(answer, list):  # in VQA they are {"answer": ..., "answer_id": ...}
         people = any(isinstance(a, dict) for a in answer)
         answer = [unwrap_truth(str(a.get("answer", "") if isinstance(a, dict) else a)) for a in answer]
@@ -862,54 +918,41 @@ def convert_record(record: dict, question_key: str, answer_key: str) -> dict:
     if kind := row.pop("type", None):
         row.setdefault("answer_type", kind)
     if choices:
-        choices = list(choices.values()) if isinstance(choices, dict) else choices
-        need(isinstance(choices, list) and 2 <= len(choices) <= len(CHOICE_LETTERS),
-             f"choices is {choices!r}, expected a list of 2 to {len(CHOICE_LETTERS)} texts")
-        row["choices"] = [str(choice) for choice in choices]
-        row[answer_key] = choice_letter(answer, choices)
-        row[question_key] = with_choices(row.get(question_key), row["choices"])
+        need(2 <= len(choices) <= len(CHOICE_LETTERS),
+             f"choices is {choices!r}, expected 2 to {len(CHOICE_LETTERS)} texts")
+        row["choices"] = [str(choice) for _, choice in choices]
+        row[answer_key] = choice_letter(answer, choices, integers)
+        row[question_key] = with_choices(row.get(question_key), choices)
     return row
 
 
-def from_json(value: object) -> object:
-    """Parse a list or an object in a cell of a CSV file; return other values unchanged.
-
-    It is JSON, or, for MMMU's options, as Python prints it.
-    """
-    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-        with suppress(ValueError, RecursionError):
-            return json.loads(value)
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return ast.literal_eval(value.strip())
-    return value
-
-
-def choice_letter(answer: object, choices: list) -> str:
+def choice_letter(answer: object, choices: Choices, integers: IntegerAnswers) -> str:
     """Return the letter of the choice that an answer names; raise UserError if it names none or several.
 
-    An answer names a choice by letter, by text or, as in ScienceQA, by its index from 0 (an integer, if all choices are
-    texts).
+    An answer names a choice by its label, by its text or, if it is an integer and the choices are texts without other
+    labels, by its place from 0.
     """
-    text, names = clean(unwrap_truth(str(answer))), list(map(str, choices))
+    text, names = clean(unwrap_truth(str(answer))), [str(name) for _, name in choices]
     by_text = {i for i, choice in enumerate(names) if text == clean(choice)}
     by_text = by_text or {i for i, choice in enumerate(names) if normalize_text(text) == normalize_text(clean(choice))}
-    by_place = {CHOICE_LETTERS.lower().index(text)} if re.fullmatch("[a-z]", text) else set()
-    by_place |= {answer} if type(answer) is int and names == choices else set()
-    named = by_text | {i for i in by_place if 0 <= i < len(choices)}
+    labels = [label for label, _ in choices] if choices[0][0] else list(CHOICE_LETTERS[: len(names)])
+    by_label = {i for i, label in enumerate(labels) if text == label.casefold()}
+    named = by_text | by_label
+    if type(answer) is int and all(isinstance(name, str) for _, name in choices) and labels[0] == "A":
+        named, by_label = integers.read(answer, by_text, len(names)), {answer} & {*range(len(names))}
     if not named and (index := parse_choice(text, names)) is not None:  # `(B)`, `B. blue`
         named = {index}
     message = f"answer {answer!r} names {len(named)} of the choices {', '.join(names)}; give the letter or text of one"
-    if len(by_text) == len(by_place) == 1:
-        message += f" (its text is {CHOICE_LETTERS[min(by_text)]}, its place is {CHOICE_LETTERS[min(by_place)]})"
+    if len(by_text) == len(by_label) == 1:
+        message += f" (its text is {CHOICE_LETTERS[min(by_text)]}, its place is {CHOICE_LETTERS[min(by_label)]})"
     need(len(named) == 1, message)
     return CHOICE_LETTERS[named.pop()]
 
 
-def with_choices(question: object, choices: list[str]) -> str:
+def with_choices(question: object, choices: Choices) -> str:
     """Return a question with its choices listed below it."""
     need(isinstance(question, str), f"question is a {type(question).__name__}, expected a string if there are choices")
-    lines = [f"{CHOICE_LETTERS[i]}. {choice}\n" for i, choice in enumerate(choices)]
-    return f"{question}\n{''.join(lines)}"  # the last line ends in a newline too, as an instruction may follow
+    return f"{question}\n{list_choices(choices)}"  # it ends in a newline, as an instruction may follow
 
 
 # --- toy ----------------------------------------------------------------------------------------------------------
@@ -927,7 +970,7 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
         if questions:
             count, colour, shape = (answer for _, _, answer in questions[:3])
             choices = rng.sample(list(COLOURS), len(COLOURS))
-            question = with_choices("Which colour do you see?", choices)
+            question = with_choices("Which colour do you see?", [("", choice) for choice in choices])
             questions.append((MULTIPLE_CHOICE, question, CHOICE_LETTERS[choices.index(colour)]))
             thought = f"{count} {colour} {shape}"
             yield (

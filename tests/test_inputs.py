@@ -117,9 +117,9 @@ def test_other_parts_are_bad_rows(parts, images, reason):
 def test_parts_are_read_from_every_kind_of_file(tmp_path):
     chats = [user({"type": "image_url", "image_url": {"url": URI["red"]}}, text("a?")),
              user({"type": "image"}, text("b?")), user(text("c?"))]  # fmt: skip
-    images = ([], [URI["blue"]], [])
+    images = ([], [URI["blue"]], [URI["red"]])
     rows = [{"messages": chat, "answer": "1", "images": images[i]} for i, chat in enumerate(chats)]
-    wanted = [("<image>a?", [RED]), ("<image>b?", [BLUE]), ("c?", [])]
+    wanted = [("<image>a?", [RED]), ("<image>b?", [BLUE]), ("<image>c?", [RED])]
     flags = ("--prompt-key", "messages", "--data-source", "t", "--out", tmp_path / "o.parquet")
     run("jsonl", "--input", write_jsonl(tmp_path / "q.jsonl", rows), *flags)
     assert [(e.messages[0]["content"], e.images) for e in read_examples(tmp_path / "o.parquet")[0]] == wanted
@@ -172,7 +172,7 @@ def test_a_template_is_filled_from_columns(tmp_path):
     flags = ("--prompt-template", template, "--image-key", "image", "--data-source", "t", "--out", out)
     run("jsonl", "--input", write_jsonl(tmp_path / "q.jsonl", rows), *flags, "--instruction", "Think.")
     [e] = read_examples(out)[0]
-    wanted = '<image>Question: Which?\nChoices:\na\nb\nLevel 3 {"k": true} {x} Think.'
+    wanted = '<image>Question: Which?\nChoices:\nA. a\nB. b\nLevel 3 {"k": true} {x} Think.'
     assert e.messages == [{"role": "user", "content": wanted}] and e.images == [RED]
     assert e.extra["choices"] == ["a", "b"] and e.extra["level"] == 3, "the template's columns must stay in extra"
     with pytest.raises(

@@ -262,7 +262,7 @@ def test_reads_verl_unchanged(tmp_path):
     assert examples[1] == Example(
         uid="hiyouga/geometry3k/train/verl/1", data_source="hiyouga/geometry3k",
         messages=[{"role": "user", "content": "<image>Find x. 1"}], images=[RED], ground_truth="1",
-        extra={"split": "train", "index": 1, "answer": "1", "question": "<image>Find x."},
+        extra={"ability": "math", "split": "train", "index": 1, "answer": "1", "question": "<image>Find x."},
     )  # fmt: skip
 
 
@@ -432,7 +432,7 @@ def test_structured_ground_truth_becomes_json(tmp_path):
 def test_none_fields_of_extra_are_dropped(tmp_path):
     rows = [verl_row(0, extra_info={"index": 0, "a": None}), verl_row(1, extra_info={"index": 1, "a": "x"})]
     examples, _ = read_examples(save(tmp_path / "f.parquet", rows))
-    assert [e.extra for e in examples] == [{"index": 0}, {"index": 1, "a": "x"}]
+    assert [e.extra for e in examples] == [{"ability": "math", "index": 0}, {"ability": "math", "index": 1, "a": "x"}]
     rows = [verl_row(0, extra_info={"index": 0, "boxes": [{"x": 1}, {"y": {"z": 2}}]})]
     examples, _ = read_examples(save(tmp_path / "g.parquet", rows))
     assert examples[0].extra["boxes"] == [{"x": 1}, {"y": {"z": 2}}]
@@ -559,7 +559,7 @@ def test_jsonl(tmp_path):
         {"prompt": "<image>colour?", "images": "a.png", "answer": "red", "level": 1},
         {"prompt": chat, "images": [base64.b64encode(BLUE).decode()], "answer": ["blue", 2], "level": 2.5},
         "\n",
-        {"prompt": "no image?", "answer": 7, "uid": "mine", "tags": {"k": [1]}, "split": "test"},
+        {"prompt": "?", "images": "a.png", "answer": 7, "uid": "mine", "tags": {"k": [1]}, "split": "test"},
     ]
     out = tmp_path / "o.parquet"
     source = write_jsonl(tmp_path / "q.jsonl", rows)
@@ -568,7 +568,7 @@ def test_jsonl(tmp_path):
     assert a.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>colour?"}]
     assert (a.uid, a.ground_truth, a.images, a.extra["level"]) == ("vqa/train/q/0", "red", [RED], 1)
     assert b.messages[1:] == chat and b.ground_truth == '["blue", 2]' and b.images == [BLUE]
-    assert (c.uid, c.ground_truth, c.images, c.extra["split"]) == ("mine", "7", [], "test")
+    assert (c.uid, c.ground_truth, c.images, c.extra["split"]) == ("mine", "7", [RED], "test")
     assert c.extra["tags"] == {"k": [1]}
 
 
@@ -687,13 +687,13 @@ def test_csv(tmp_path):
         writer = csv.writer(f)
         writer.writerows([
             ["prompt", "images", "answer", "note"], ["<image>two\nlines", "a.png", "1", "n"],
-            ["<image><image>", '["a.png", "b.png"]', "2", ""], ["text", "", "3", ""],
+            ["<image><image>", '["a.png", "b.png"]', "2", ""], ["text", "b.png", "3", ""],
             ["<image>", big.decode(), "4", ""],
         ])  # fmt: skip
     out = tmp_path / "o.parquet"
     run("csv", "--input", source, "--data-source", "t", "--out", out)
     examples, _ = read_examples(out)
-    assert [len(e.images) for e in examples] == [1, 2, 0, 1] and examples[1].images == [RED, BLUE]
+    assert [len(e.images) for e in examples] == [1, 2, 1, 1] and examples[1].images == [RED, BLUE]
     assert examples[0].messages[0]["content"] == "<image>two\nlines" and examples[0].extra["note"] == "n"
     source.write_text('prompt,images,answer\na,b\n<image>,"[oops",1\n')
     with pytest.raises(ValueError) as e:
@@ -1380,7 +1380,7 @@ def test_hostile_rows_are_examples_or_bad_rows(tmp_path):
         for name in rng.choice(list(good), rng.integers(1, 3), replace=False):
             value = HOSTILE[rng.integers(len(HOSTILE))]
             good[name] = {"k": value} if name == "extra_info" and rng.random() < 0.5 else value
-        raws.append(RawRow(f"f\x1b row {i}", i, good, tmp_path))
+        raws.append(RawRow(f"f\x1b row {i}", i, good, tmp_path, name=str(i)))
     bad: list[str] = []
     examples = list(pd.valid_examples(raws, ConvertConfig(out="", answer_key="answer", bad_rows="skip"), bad))
     assert len(examples) + len(bad) == len(raws) and min(len(examples), len(bad)) > 200

@@ -37,7 +37,8 @@ RESPONSES = [row for row in ROWS if row["kind"] == "response"]
 
 
 def example(truth: str, data_source: str = "geo3k", **extra) -> SimpleNamespace:
-    return SimpleNamespace(data_source=data_source, ground_truth=truth, extra=extra, uid="row-7")
+    messages = [{"role": "user", "content": "Which is right, A, B or C?"}]
+    return SimpleNamespace(data_source=data_source, ground_truth=truth, extra=extra, uid="row-7", messages=messages)
 
 
 def math_verify_process():
@@ -454,7 +455,6 @@ S_{47}=12 | 47
 60.0e0 | 6
 6e1 | 6
 6e1 | 61
-2e-3 | 0.002
 60e0 | 0
 60e999999 | 60
 x=3;y=2 | 3

@@ -111,7 +111,7 @@ def test_converters_of_tasks_unwrap_truths_too(tmp_path):
 
 
 BAD = {  # task -> {ground truth that no answer can equal: part of the error}
-    "geo3k": {"<answer> 3 <answer>": "", "The answer is <b>3</b>": "neither mathematics nor plain words",
+    "geo3k": {"<answer> 3 <answer>": "", "The value is <b>3</b>": "neither mathematics nor plain words",
               "\\boxed{3}, \\boxed{4}": "", "see \\ref{fig:a} below": "", "\\frac{3": "braces do not match",
               "n/a": "holds no answer", "x" * 1500: "too long"},
     "calculator": {"<answer> 3": ""},

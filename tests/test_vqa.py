@@ -30,6 +30,7 @@ HOW_MANY = "How many dogs are there?"
 IS_THERE = "Is there a dog on the mat?"
 COLOUR = "Is the car red or blue?"
 IS_RED = "Is the car red?"
+LETTER = "Which letter is on the car?"
 KITCHEN = "Could this be a kitchen?"
 WHAT = "What color is the bus?"
 WHICH = "Which do you see?\nA. red\nB. blue\nC. a dog\nD. three\n Answer in \\boxed{}."
@@ -53,6 +54,10 @@ def parse_cases(table: str) -> list[tuple[str, str]]:
 # --- golden cases, by question ------------------------------------------------------------------------------------
 
 RIGHT = {
+    LETTER: """
+B ; b ; the B ; It is B. ; (B) | B
+A ; a ; It is A ; It's A. ; that's A | A
+    """,
     HOW_MANY: """
 3 ; three ; Three ; THREE. ; 3. ; 3.0 ; 03 ; 3 dogs ; three dogs. ; There are three dogs. ; there are 3 | 3
 the answer is 3 ; The answer is: 3. ; Answer: 3 ; **3** ; **Answer:** 3 ; I see 3 dogs in the image ; It is 3 | 3
@@ -110,8 +115,6 @@ movie ; movies | movie
 tie ; ties | tie
 axe ; axes | axes
 glass ; glass. | glass
-B ; b ; the B ; It is B. ; (B) | B
-A ; a ; It is A ; It's A. ; that's A | A
 horse ; horses | horses
 bus ; buses | bus
 ski ; skis | skis
@@ -142,9 +145,13 @@ D ; three ; 3 ; D. 3 | D
 """,
 }
 WRONG = {
+    LETTER: """
+A ; A, B ; A B ; a, b ; A or B ; the A B ; B C ; C B ; AB | B
+a car ; A car. ; a blue car ; car A | A
+    """,
     HOW_MANY: """
 3 or 4 ; 3 and 4 ; 3, 4 ; 3; 4 ; 3-4 ; 3 to 4 ; 3/4 ; 3 4 ; three four ; three or four ; 3 dogs or 4 dogs | 3
-4 ; 33 ; 3.1 ; -3 ; 3/1 ; 3e0 ; 0x3 ; 3? 4? ; ~3 ; ≈3 ; <4 ; >2 ; at least 3 ; about 3 ; more than 2 ; not 3 ; 3+ | 3
+4 ; 33 ; 3.1 ; -3 ; 3/1 ; 0x3 ; 3? 4? ; ~3 ; ≈3 ; <4 ; >2 ; at least 3 ; about 3 ; more than 2 ; not 3 ; 3+ | 3
 3 cats ; 3 dozen ; 3 hundred ; 3 and a half ; 3.5 dogs ; 3 pairs ; 3 dogs and 4 cats ; 1, 2, 3 ; 0 1 2 3 4 5 | 3
 How many dogs are there? ; How many dogs are there? 3 ; dogs ; the ; . ; 3 or more ; one two three ; thirty | 3
 \\boxed{4} \\boxed{3} ; \\boxed{3} \\boxed{4} ; \\boxed{3} ... \\boxed{4 ; \\boxed3 ; { 3 ; 3 } \\boxed{} | 3
@@ -177,9 +184,7 @@ red is blue ; red green blue yellow white black | red
 red, blue ; red (blue) ; red. blue ; red; blue ; red - blue ; red/blue ; red is blue ; blue? red! | blue
 purple, red ; purple or pink ; purple and red ; purple pink ; purple/red | purple
 plane | plan
-A ; A, B ; A B ; a, b ; A or B ; the A B ; B C ; C B ; AB | B
 glasses | glass
-a car ; A car. ; a blue car ; car A | A
 glass | glasses
 short | shorts
 white, red and blue ; red or white ; red ; red and red | red and white
@@ -341,8 +346,8 @@ def test_formulas_are_compared_as_written():
 )
 def test_signs_distinguish_answers(answer, truth):
     for text in (answer, truth):
-        assert accuracy(text, text, "Which is it?") == 1.0
-    assert accuracy(answer, truth, "Which is it?") == accuracy(truth, answer, "Which is it?") == 0.0
+        assert accuracy(text, text, "Which letter is it?") == 1.0
+    assert accuracy(answer, truth, "Which letter is it?") == accuracy(truth, answer, "Which letter is it?") == 0.0
 
 
 def test_hyphens_dashes_and_lists_of_numbers_are_still_read():
@@ -385,20 +390,20 @@ def test_empty_truths_are_refused(truth):
 
 @pytest.mark.parametrize("answer", ["(B)", "B. x-1", "Option B", "x-1"])
 def test_a_choice_is_recognised_by_letter_or_text(answer):
-    assert vqa.choice_letter(answer, ["x+1", "x-1"]) == "B"
+    assert vqa.choice_letter(answer, [("", "x+1"), ("", "x-1")], vqa.IntegerAnswers()) == "B"
 
 
 def test_choices_come_from_a_column_or_from_the_question():
     given = {"choices": ["red", "blue"], "answer_type": "other"}
     for response in ("B", "blue", "B. blue", "the answer is B"):
-        assert accuracy(response, "B", "Which?", **given) == accuracy(response, "blue", "Which?", **given) == 1.0
+        assert accuracy(response, "B", "A or B?", **given) == accuracy(response, "blue", "Which?", **given) == 1.0
     assert accuracy("B. blue", "B", "Which? A. red B. blue", answer_type="multiple_choice") == 1.0
     assert accuracy("B. blue", "B", "Which? (A) red (B) blue", answer_type="Multiple-Choice") == 1.0
     assert accuracy("option B", "B", f"Which? A. red B. blue {vqa.INSTRUCTION}", answer_type="multiple choice") == 1.0
     assert vqa.choices_in(f"Which? A. red B. blue {vqa.INSTRUCTION}") == ("red", "blue")
     assert vqa.choices_in("In U.S. A. red") == () == vqa.choices_in("Who is Mr. B. Blue?")
     with pytest.raises(UserError, match="row 'row-7': ground_truth 'c' is none of the choices red, blue"):
-        accuracy("c", "C", "Which?", **given)
+        accuracy("c", "C", "A, B or C?", **given)
 
 
 OPTIONS = "red blue grey purple wood metal dog cat t-shirt café jacket three 4 B C".split()
@@ -411,7 +416,7 @@ def test_two_answers_never_earn_a_reward():
     rng = random.Random(0)
     for _ in range(10_000):
         first, second = rng.sample(OPTIONS, 2)
-        templates = ["Is it {} or {}?", "Which, {}/{}?", "What is it?", "What {} is it?", "Is the {} {}?"]
+        templates = ["Is it {} or {}?", "Which, {}/{}?", "What letter is it?", "What {} letter is it?", "Is the {} {}?"]
         question = rng.choice(templates).format(*rng.sample([first, second], 2))
         join = rng.choice([*JOINS, " ", " is ", " are ", " but "])
         lead = rng.choice(["", "it is ", "the ", "The answer is ", "a ", "both "])
@@ -560,8 +565,8 @@ def test_csv_and_parquet(tmp_path):
         ({"answer": "green", "choices": ["red", "blue"]}, "answer 'green' names 0 of the choices red, blue; give the"),
         ({"answer": "A", "choices": ["B", "A"]}, "answer 'A' names 2 of the choices B, A; give the letter or text"),
         ({"answer": "red", "choices": ["red", "Red"]}, "answer 'red' names 2 of the choices"),
-        ({"answer": "red", "choices": ["red"]}, "choices is ['red'], expected a list of 2 to 26 texts"),
-        ({"answer": "red", "choices": "red, blue"}, "choices is 'red, blue', expected a list"),
+        ({"answer": "red", "choices": ["red"]}, "choices is [('', 'red')], expected 2 to 26 texts"),
+        ({"answer": "red", "choices": "red, blue"}, "choices are a str, expected a list or an object by letter"),
         ({"answer": []}, "the answer is an empty list"),
         ({"answer": ""}, "no ground truth"),
     ],
