@@ -39,6 +39,7 @@ from reward import TASKS, find_tasks, load_tasks, task_name, unwrap_truth
 from rewards.grade import check_tasks
 from settings import REQUIRED, FlagParser, PixelConfig, add_flags, build_config, flag_field, flag_name
 from sources import content, tables
+from sources.cells import CHOICE_COLUMNS
 from sources.content import IMAGE_PLACEHOLDER, TRUTH, drop_none, split_column_names, template_columns
 from sources.images import FORMATS, IMAGE_ERRORS, decode_image  # noqa: F401, for readers
 from sources.lazy_images import ONE_COLOUR, RowLocation, load_images, print_once, row_locations, sizes_of
@@ -643,7 +644,8 @@ def make_file(source: str, cfg: ConvertConfig) -> None:
     size_text = f"{size:.1f} KiB" if size < 2**10 else f"{size / 2**10:.1f} MiB"
     print(f"wrote {count} row{'s' * (count != 1)} ({size_text}) to {cfg.out}; left out {len(bad)}")
     print("truths:", ", ".join(f"{n} {form}" for form, n in forms.most_common()))
-    if names := [name for name in extra if name not in ("split", "index", "uid")]:
+    shown = {"split", "index", "uid", *CHOICE_COLUMNS, *template_columns(cfg.prompt_template)}
+    if names := [name for name in extra if name not in shown]:
         print(f"kept in extra_info, not in the prompt: {', '.join(map(printable, names))}")
     print_left_out(bad)
     if cfg.inspect:
