@@ -11,6 +11,7 @@ import copy
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 import numpy as np
 import torch
 import transformers
@@ -218,6 +220,17 @@ def _family_from_paths(config: transformers.PreTrainedConfig, path: str, vision:
 # The processor: from messages and images to token ids and patches
 
 
+def read_older_template(path: str) -> str | None:
+    """Return the chat template of a folder or hub id in which an older transformers saved it with the processor."""
+    for name in ("chat_template.json", "processor_config.json"):
+        may_lack = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        file = cached_file(path, name, **may_lack)
+        template = json.loads(Path(file).read_text()).get("chat_template") if file else None
+        if isinstance(template, str):
+            return template
+    return None
+
+
 class Processor:
     """A model's tokenizer and image processor. transformers' AutoProcessor would also build a video processor, which
     needs torchvision; apart from that it would only expand placeholders, which `expand_image_tokens` and
@@ -234,13 +247,19 @@ class Processor:
         name = type(self.image_processor).__name__
         need(name.startswith("Qwen2VL"), f"{flag} {path!r}: its image processor is {name}; {SUPPORTED_MODELS}")
         limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-        size = dict(self.image_processor.size) | {name: n for name, n in limits.items() if n is not None}
+        given, older = dict(self.image_processor.size or {}), ("min_pixels", "max_pixels")  # transformers 4 has these
+        size = {name: next((n for n in (limit, given.get(name), given.get(old)) if n is not None), None)
+                for (name, limit), old in zip(limits.items(), older, strict=True)}
+        need(None not in size.values() and not {"height", "width"} & given.keys(),
+             f"{flag} {path!r}: its preprocessor_config.json has the size {given}; write shortest_edge and "
+             "longest_edge, the least and the most pixels of an image, or pass --min-pixels and --max-pixels")
         low, high = size["shortest_edge"], size["longest_edge"]
         notes = [" (the model's default)" if n is None else "" for n in limits.values()]
         need(low <= high, f"--min-pixels {low}{notes[0]} is above --max-pixels {high}{notes[1]}; change one of them")
         self.image_processor.size = size
         self.merge_size = self.image_processor.merge_size
         self.patcher = self._make_patcher(f"{flag} {path!r}")
+        self.tokenizer.chat_template = self.tokenizer.chat_template or read_older_template(path)
         need(self.tokenizer.chat_template is not None,
              f"{flag} {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
         placeholders = [getattr(config, name, None) for name in VISION_TOKEN_ID_KEYS]
@@ -248,13 +267,31 @@ class Processor:
         self.family = FAMILIES.get(config.model_type)
         self.tokens_per_second = getattr(config.vision_config, "tokens_per_second", None)
         need(self.image_token_id is not None, f"{flag} {path!r}: its config has no image_token_id; use another model")
-        eos = self.tokenizer.eos_token_id
-        with suppress(OSError):  # the file is optional; vLLM stops at the token ids that it lists
-            eos = transformers.GenerationConfig.from_pretrained(path, trust_remote_code=False).eos_token_id or eos
-        self.eos_ids = sorted(eos) if isinstance(eos, list) else [eos]
+        self.opening, end = self._try_template(f"{flag} {path!r}")
+        eos = [end, self.tokenizer.eos_token_id]  # a response ends at any of these, as in vLLM
+        with suppress(OSError):  # the file is optional
+            listed = transformers.GenerationConfig.from_pretrained(path, trust_remote_code=False).eos_token_id
+            eos += listed if isinstance(listed, list) else [listed]
+        self.eos_ids = sorted({*eos} - {None})
         self.special_tokens = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         banned = [*placeholders, *map(self.tokenizer.convert_tokens_to_ids, VISION_TOKENS)]
         self.banned_ids = sorted({i for i in banned if i is not None})
+
+    def _try_template(self, label: str) -> tuple[str, int | None]:
+        """Return what the chat template puts at the begin of a response, such as `<think>` and a line break, or ""; and
+        the special token that it puts at its end, if any. Raise UserError if the template writes no image."""
+        question, marker = {"role": "user", "content": f"{IMAGE_PLACEHOLDER}question"}, "RESPONSE"
+        with as_user_error((jinja2.TemplateError, TypeError, ValueError),
+                           f"{label}: its chat template cannot write a prompt with an image; use the template of its "
+                           "vision-language model"):
+            prompt = self.apply_chat_template([question])
+            history = self.apply_chat_template([question, {"role": "assistant", "content": marker}])
+        need(prompt.count("<|image_pad|>") == 1, f"{label}: its chat template writes {prompt.count('<|image_pad|>')} "
+             "<|image_pad|> for a prompt with one image; use the template of its vision-language model")
+        opening = re.search(r"(?:<[a-z_]+>|\[THINK\])\s*$", prompt)
+        after = self.tokenizer.encode(history.partition(marker)[2], add_special_tokens=False)[:1]
+        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return opening[0] if opening else "", after[0] if special & {*after} else None
 
     def _make_patcher(self, label: str) -> Patcher:
         """Return a Patcher that gives the image processor's values. Raise UserError if the image processor does more
@@ -316,10 +353,9 @@ class Processor:
         """Return whether the template changes earlier responses, for example by removing their thoughts."""
         question = {"role": "user", "content": "question"}
         prompt = self.apply_chat_template([question])
-        opening = "<think>\n" if prompt.endswith("<think>\n") else ""
-        response = f"{opening or '<think>'}thought\n</think>\n\nanswer"
+        response = f"{self.opening or '<think>'}thought\n</think>\n\nanswer"
         history = self.apply_chat_template([question, {"role": "assistant", "content": response}, question])
-        return not history.startswith(prompt + response.removeprefix(opening))
+        return not history.startswith(prompt + response.removeprefix(self.opening))
 
     def special_tokens_in(self, messages: Sequence[dict]) -> list[str]:
         """Return the tokenizer's special tokens that `tokenize_messages` would read from the messages' own text."""

@@ -187,10 +187,12 @@ class SamplingParams:
 
 
 def response_text(processor: Processor, tokens: Sequence[int]) -> str:
-    """Decode a response without its end token. Other special tokens stay in the text, so that a reward can reject
+    """Decode a response, from the opening that the chat template left in the prompt (`<think>`), without its end token.
+    Other special tokens stay in the text, so that a reward can reject
     `4<|im_start|>`; without its special token it would be graded as the answer `4`."""
     has_end_token = tokens[-1:] and tokens[-1] in processor.eos_ids
-    return processor.tokenizer.decode(tokens[:-1] if has_end_token else tokens, skip_special_tokens=False)
+    sampled = tokens[:-1] if has_end_token else tokens
+    return processor.opening + processor.tokenizer.decode(sampled, skip_special_tokens=False)
 
 
 def add_response(

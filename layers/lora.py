@@ -4,6 +4,7 @@ Adapters are read and written in PEFT's format.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,10 +105,14 @@ def merge_lora(hf: nn.Module) -> nn.Module:
 
 
 PEFT_PREFIX = "base_model.model."  # precedes a layer's name in PEFT's files
-# Options of PEFT that go beyond plain LoRA
-UNSUPPORTED_PEFT_KEYS = (
-    "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias"
-)  # fmt: skip
+# Keys of adapter_config.json that do not change what the adapter computes, or that `read_adapter` reads. Any other one
+# must have a value that means "off", so that options of later versions of PEFT are refused
+HARMLESS_KEYS = set("""
+peft_type peft_version task_type auto_mapping base_model_name_or_path revision inference_mode r lora_alpha lora_dropout
+use_rslora init_lora_weights target_modules exclude_modules layers_to_transform layers_pattern megatron_core
+qalora_group_size eva_config
+""".split())
+UNCHANGED_BASE = (None, True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that keep the base's weights
 
 
 def write_adapter(
@@ -129,17 +134,50 @@ def write_adapter(
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
+def rename_key(key: str, linear: Mapping[str, nn.Linear]) -> str:
+    """Return a key of an adapter's file as the present versions of PEFT and transformers write it. Others lack the
+    prefix, name the adapter (`.default.`), or name the module that holds a list of blocks in another way."""
+    name, _, kind = key.removeprefix(PEFT_PREFIX).replace(".default.", ".").rpartition(".lora_")
+    while name and name not in linear:
+        ends = [layer for layer in linear if layer.endswith(f".{name}")]
+        name = ends[0] if len(ends) == 1 else name.partition(".")[2] if re.search(r"\.\d+\.", name) else ""
+    return f"{PEFT_PREFIX}{name}.lora_{kind}" if name else key
+
+
+def is_target(name: str, config: Mapping) -> bool:
+    """Return whether PEFT adapts a linear layer by the options of an adapter that select layers."""
+
+    def matches(selected: str | list | None) -> bool:
+        if isinstance(selected, str):
+            return bool(re.fullmatch(selected, name))
+        return any(name == part or name.endswith(f".{part}") for part in selected or ())
+
+    targets, blocks = config.get("target_modules"), config.get("layers_to_transform")
+    if blocks is not None:
+        pattern = config.get("layers_pattern") or "[^.]+"
+        pattern = "|".join(pattern) if isinstance(pattern, list) else pattern
+        block = re.match(rf".*?\.(?:{pattern})\.(\d+)\.", name)
+        if not block or int(block[1]) not in (blocks if isinstance(blocks, list) else [blocks]):
+            return False
+    is_all = targets == "all-linear" and not name.endswith("lm_head")
+    return (is_all or targets != "all-linear" and matches(targets)) and not matches(config.get("exclude_modules"))
+
+
 def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
-    """Read a PEFT adapter into the layers of its base model, in place. Raise UserError if it was made for another base
-    or is not plain LoRA."""
+    """Read a PEFT adapter into the layers of its base model, in place. Raise UserError if it was made for another base,
+    is not plain LoRA, or lacks layers that it names."""
     config = json.loads((folder / "adapter_config.json").read_text())
     recorded = config.get("base_model_name_or_path") or ""
     is_same = Path(recorded).name == Path(base).name  # compare names only, because folders may have moved
     need(is_same, f"{folder}: the adapter was made for {recorded!r}, not for {base!r}")
-    unsupported = (key for key in UNSUPPORTED_PEFT_KEYS if config.get(key))
-    options = (config.get("peft_type"), config.get("bias", "none"), *unsupported)
-    need(options == ("LORA", "none"), f"{folder}: adapter options {', '.join(map(str, options))}: only plain LoRA is "
-         "supported; merge the adapter with peft")
+    options = {key: value for key, value in config.items()
+               if key not in HARMLESS_KEYS and value not in (None, False, "none", "", 0, [], {})}
+    if config.get("init_lora_weights") not in UNCHANGED_BASE:
+        options["init_lora_weights"] = config["init_lora_weights"]
+    named = ", ".join(f"{key}={value!r:.60}" for key, value in options.items())
+    need(config.get("peft_type") == "LORA" and not options,
+         f"{folder}: only plain LoRA on an unchanged base is supported, but adapter_config.json has "
+         f"{named or config.get('peft_type')}; merge the adapter with peft")
     path = folder / "adapter_model.safetensors"
     with as_user_error((OSError, SafetensorError), f"{path}: missing, truncated or not a safetensors file"):
         tensors = load_file(path)
@@ -148,7 +186,12 @@ def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
     is_valid = isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)
     need(is_valid, f"{folder}: adapter_config.json has r={rank!r} and lora_alpha={alpha!r}; correct them")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    renamed = {rename_key(key, linear): tensor for key, tensor in tensors.items()}
+    tensors = renamed if len(renamed) == len(tensors) else tensors  # else several keys are alike
     names = {key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors}
+    missing = sorted(name for name in linear.keys() - names if is_target(name, config))
+    need(not missing, f"{folder}: the adapter has no tensors for {len(missing)} layers that its target_modules name, "
+         f"such as {', '.join(missing[:1])}; save it again, or correct target_modules in adapter_config.json")
     expected_shapes = {}
     for name in names & linear.keys():
         expected_shapes[f"{PEFT_PREFIX}{name}.lora_A.weight"] = (rank, linear[name].in_features)
@@ -156,6 +199,9 @@ def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     for key in sorted(expected_shapes | shapes):
         shape, expected = shapes.get(key), expected_shapes.get(key)
+        need(expected, f"{folder}: the adapter does not fit {base!r}: it has the key {key}, but the keys of this model "
+             f"are such as {PEFT_PREFIX}{next(iter(linear))}.lora_A.weight; save it with the present versions of "
+             "transformers and peft")
         need(shape == expected, f"{folder}: the adapter does not fit {base!r}: {key} has shape {shape}, but must have "
              f"{expected}")
     for name in sorted(names):

@@ -76,6 +76,11 @@ class RunWarnings:
                 f"cannot learn; check the samples in {self.out / 'rollouts'}, what the reward expects, and "
                 "--temperature"
             )
+        if row.get("step") == 1 and row.get("response/truncated") == 1:
+            warnings["endless"] = (
+                "no response of step 1 ended by itself; raise --max-new-tokens, or check that the model knows its end "
+                "token: generation_config.json and the tokenizer name those that end a response"
+            )
         entropy, accuracy, length, truncated, kl = map(self._medians, WATCHED)
         if entropy.last < ENTROPY_LEFT * entropy.first and not accuracy.last >= SOLVED_ACCURACY:
             reached = "" if math.isnan(accuracy.last) else f", at an accuracy of {accuracy.last:.2f}"

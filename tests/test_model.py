@@ -274,9 +274,11 @@ def test_cached_features_equal_computed_ones_and_the_cache_keeps_its_limit(loade
         assert len(cache.entries) == 2 and cache.bytes <= 2.5 * size
         monkeypatch.setattr(hf.model, "get_image_features", None)  # a hit must not compute
         warm = M.vision_features(hf, images[1:], cache)
-    assert torch.equal(cold[0], plain) and all(map(torch.equal, cold[1], deep))
-    third = len(plain) // 3
-    assert torch.equal(warm[0], plain[third:]) and torch.equal(warm[1][0], deep[0][third:])
+    # `plain` is computed in one batch, `cold` image by image: other shapes may use kernels that round otherwise
+    for ours, wanted in zip((cold[0], *cold[1]), (plain, *deep), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+    third = len(plain) // 3  # a hit returns what was stored
+    assert torch.equal(warm[0], cold[0][third:]) and torch.equal(warm[1][0], cold[1][0][third:])
     with pytest.raises(AssertionError, match="stale"):
         M.Policy(hf, processor, "all", cache=cache)
 
