@@ -10,6 +10,7 @@ import startup  # noqa: F401
 
 import copy
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,7 @@ def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, r
     rounded = compute_probe_logprobs(hf, processor)
     save_hf(hf.to(dtype), folder)
     save_processor(base, processor, folder)
+    drop_prediction_layers(folder)
     written = load_hf(str(folder), paths=run.get("family_paths", ()))
     verify_written_weights(written, hf)
     reader = Processor(str(folder))
@@ -97,6 +99,17 @@ def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, r
                            f"{gap:.2e}, more than {allowed:.1e}; the folder was not kept")
     moved = (logprobs - original).abs().max().item()
     print(f"the folder's log-probabilities differ from the run's by at most {moved:.1e} (rounding to {cfg.dtype})")
+
+
+def drop_prediction_layers(folder: Path) -> None:
+    """Set the number of layers for multi-token prediction to 0 in a folder's config.json, because their tensors in the
+    base are neither trained nor written."""
+    config = json.loads((folder / "config.json").read_text())
+    for section in (config, config.get("text_config", {})):
+        for key in [key for key in section if re.search("mtp_.*layers|nextn_.*layers", key) and section[key]]:
+            print(f"config.json has {key} 0 instead of {section[key]}: these layers of the base are not exported")
+            section[key] = 0
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def save_processor(base: str, processor: Processor, folder: Path) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText as AutoModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -637,11 +638,24 @@ def weight_files(path: str) -> list[Path]:
     return [Path(file) for file in files]
 
 
+def check_head(path: str, tied: bool) -> None:
+    """Raise UserError if the head is tied to the embedding by the config, although the files hold another head."""
+    names, files = ("lm_head.weight", "embed_tokens.weight"), {}
+    all_files = weight_files(path)
+    for file in all_files if tied else ():
+        with suppress(SafetensorError), safe_open(file, "pt") as tensors:  # damage is reported later
+            files |= {key: file for key in tensors.keys() if key.endswith(names)}  # noqa: SIM118  not a dict
+    if len(files) == 2:
+        head, embedding = (safe_open(file, "pt").get_tensor(key) for key, file in files.items())
+        need(torch.equal(head, embedding), f"--model {path!r}: its config.json ties the head to the embedding "
+             f"(tie_word_embeddings), but its files hold different tensors for {' and '.join(files)}; set it to false")
+
+
 def load_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...] = ()) -> nn.Module:
     """Return the bare transformers model of a folder or hub id, with its row of the family table in hf.family."""
     config = load_config(path, paths)
     family = find_family(config, path, paths)
-    weight_files(path)
+    check_head(path, config.tie_word_embeddings)
     transformers.utils.logging.disable_progress_bar()  # a bar per rank and load would hide the run's own output
     register_attention()
     options = {"attn_implementation": "planned", "trust_remote_code": False, "use_safetensors": True}

@@ -644,7 +644,7 @@ def make_file(source: str, cfg: ConvertConfig) -> None:
     size_text = f"{size:.1f} KiB" if size < 2**10 else f"{size / 2**10:.1f} MiB"
     print(f"wrote {count} row{'s' * (count != 1)} ({size_text}) to {cfg.out}; left out {len(bad)}")
     print("truths:", ", ".join(f"{n} {form}" for form, n in forms.most_common()))
-    shown = {"split", "index", "uid", *CHOICE_COLUMNS, *template_columns(cfg.prompt_template)}
+    shown = {"split", "index", "uid", "answer_type", *CHOICE_COLUMNS, *template_columns(cfg.prompt_template)}
     if names := [name for name in extra if name not in shown]:
         print(f"kept in extra_info, not in the prompt: {', '.join(map(printable, names))}")
     print_left_out(bad)

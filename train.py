@@ -403,7 +403,8 @@ def set_up(cfg: Config) -> Run:
     lock = lock_folder(cfg.run.folder) if ctx.is_main else None
     node_checks.check_shared_storage(cfg.run.folder, {"--data": train_set, "--eval-data": eval_set}, ctx)
     parts = checkpoint_parts(cfg.model, cfg.algo)
-    start = resume.find_resume_checkpoint(cfg.run.folder, cfg.run.resume, cfg.to_flags(), parts)
+    data = resume.describe_data(train_set)
+    start = resume.find_resume_checkpoint(cfg.run.folder, cfg.run.resume, cfg.to_flags(), parts, data)
 
     # 7. models, and the state of the run
     print0(f"loading {cfg.model.model} ...")
@@ -418,7 +419,7 @@ def set_up(cfg: Config) -> Run:
     engine = start_sampling(cfg, models, processor, packer, [train_set, eval_set], env, batches, interrupt, ctx)
 
     # 9. checkpoints and logs
-    saver = resume.CheckpointSaver(cfg.run, models, start, state)
+    saver = resume.CheckpointSaver(cfg.run, models, start, state, data)
     changed = resume.format_setting_changes(cfg.run.folder, cfg.to_flags()) if start else []
     log = RunLog(cfg, ctx, start, state.step)
     log.log_header(models, len(train_set), changed)

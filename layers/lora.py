@@ -187,7 +187,7 @@ def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
     need(is_valid, f"{folder}: adapter_config.json has r={rank!r} and lora_alpha={alpha!r}; correct them")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     renamed = {rename_key(key, linear): tensor for key, tensor in tensors.items()}
-    tensors = renamed if len(renamed) == len(tensors) else tensors  # else several keys are alike
+    tensors = renamed if len(renamed) == len(tensors) else tensors  # else some keys become equal
     names = {key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors}
     missing = sorted(name for name in linear.keys() - names if is_target(name, config))
     need(not missing, f"{folder}: the adapter has no tensors for {len(missing)} layers that its target_modules name, "

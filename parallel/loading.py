@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from errors import UserError, as_user_error, check_writable, need, report_write_errors
 from layers.attention import register_attention
-from model import Policy, attach_family, find_family, load_config, load_hf, weight_files
+from model import Policy, attach_family, check_head, find_family, load_config, load_hf, weight_files
 from parallel.sharding import local_shard
 from report.progress import iter_with_progress
 from utils import gather, print0
@@ -41,6 +41,7 @@ def build_meta_model(path: str, dtype: torch.dtype = torch.float32, paths: tuple
     register_attention()
     with register_module_parameter_registration_hook(to_meta_parameter):
         hf = AutoModel.from_config(config, dtype=dtype, attn_implementation="planned")
+    check_head(path, hf.get_output_embeddings().weight is hf.get_input_embeddings().weight)
     unsupported = [converter for converter in weight_converters(hf) if not is_supported_converter(converter)]
     if unsupported:
         patterns = ", ".join(unsupported[0].source_patterns)

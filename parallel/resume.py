@@ -1,7 +1,8 @@
 """Starting and saving a run: the checkpoint and settings that it continues from, and when it saves checkpoints."""
 
 import json
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass
 from glob import glob
 from pathlib import Path
@@ -126,10 +127,16 @@ def contains_run(out: Path) -> bool:
     return bool(list_checkpoints(out)) or any(row["step"] > 0 for row in read_rows(out / "metrics.jsonl"))
 
 
-def find_resume_checkpoint(out: Path, resume: str, settings: Mapping[str, Any], parts: list[str]) -> Path | None:
-    """Return the checkpoint to continue from, or None for a new run. Raise UserError if it does not fit
-    `settings`, does not hold exactly `parts` besides the policy's weights, or is not the newest one in an `out` that
-    has any; or if `out` holds a run although `resume` is "no"."""
+def describe_data(examples: Sequence[Any]) -> str:
+    """Return the number of rows and a checksum of their uids in order, on which a position in the data depends."""
+    return f"{len(examples)} rows, checksum {zlib.crc32(' '.join(e.uid for e in examples).encode()):08x}"
+
+
+def find_resume_checkpoint(out: Path, resume: str, settings: Mapping[str, Any], parts: list[str],
+                           data: str) -> Path | None:
+    """Return the checkpoint to continue from, or None for a new run. Raise UserError if it does not fit `settings` or
+    the `data` (describe_data), does not hold exactly `parts` besides the policy's weights, or is not the newest one in
+    an `out` that has any; or if `out` holds a run although `resume` is "no"."""
     newest = run_on_rank0(lambda: (list_checkpoints(out) or [None])[-1])
     if resume == "no":
         need(not run_on_rank0(lambda: contains_run(out)),
@@ -155,6 +162,9 @@ def find_resume_checkpoint(out: Path, resume: str, settings: Mapping[str, Any], 
          f"--resume {start}: it holds {', '.join(held) or 'the policy alone'}, but this run needs "
          f"{', '.join(parts) or 'the policy alone'}; keep --adv, --lora-rank, --train-vision and the --algo-args "
          "critic and ref_every")
+    old = state.get("data", data)
+    need(old == data, f"--resume {start}: --data had {old}, and now has {data}, so the run would repeat rows and leave "
+         "out others; restore the data, or start a new run from an export of merge_lora.py")
     checkpoint.check_base(start, settings["model"])
     need(newest is None or newest.resolve() == start.resolve(),
          f"--resume {resume} is not the newest checkpoint in --out {out}, and a run directory holds one history; "
@@ -188,10 +198,11 @@ def format_setting_changes(out: Path, settings: Mapping[str, Any]) -> list[str]:
 class CheckpointSaver:
     """Saves checkpoints of the last whole step, even if the next step has already begun."""
 
-    def __init__(self, cfg: RunConfig, models: Any, start: Path | None, state: Any):
+    def __init__(self, cfg: RunConfig, models: Any, start: Path | None, state: Any, data: str):
         self.out = cfg.folder
         self.cfg = cfg
         self.models = models
+        self.data = data  # of describe_data
         self.start = start  # the checkpoint that the run continues from
         self.saved = state.step  # the step of the last checkpoint
         self.state = state  # after the last whole step
@@ -205,7 +216,8 @@ class CheckpointSaver:
     def save(self) -> Path | None:
         """Save a checkpoint of the last whole step unless there is one. Return the newest checkpoint, if any."""
         if self.state.step > self.saved:
-            position = {"parts": self.models.checkpoint_parts, "base": self.models.base} | asdict(self.state)
+            position = {"parts": self.models.checkpoint_parts, "base": self.models.base, "data": self.data}
+            position |= asdict(self.state)
             best = self.best_eval_step() if self.cfg.keep_best else None
             checkpoint.save_checkpoint(
                 self.out, self.state.step, self.models.checkpointed, self.cfg.keep, position, best

@@ -456,7 +456,7 @@ UNIT = re.compile(
 # `m/s`, `g/cm^3`, `km per hour`, and other units with a prefix; these are compared by name only
 RATE = rf"(?:{UNIT_NAMES}) ?(?:/|per) ?(?:{UNIT_NAMES})(?: ?\^ ?\{{?[23]\}}?)?|[kMm]?(?:Hz|Pa|W|eV|mol)"
 RATE = re.compile(rf"(?<=[0-9)}}]) ?({RATE})$")
-COUNTED = re.compile(r"(?<=[0-9]) ([a-z]{3,})$")  # `5 sheep`: a unit if the truth has it
+COUNTED_WORD = re.compile(r"(?<=[0-9]) ([a-z]{3,})$")  # `5 sheep`: a unit if the truth has it
 # words after a number that change its value, so that they are no unit
 VALUE_WORDS = set("""squared cubed root half halves third thirds quarter quarters percent degrees degree plus minus
 over less more hundred thousand million billion trillion dozen factorial sin cos tan log sqrt frac""".split())
@@ -534,7 +534,7 @@ def without_unit(text: str, counted: str = "") -> tuple[str, Unit | None]:
     degrees = ("°", "1", 1) if "°" in text else None
     if not degrees and (rate := RATE.search(text)):
         return text[: rate.start()], (re.sub(" |[{}]", "", rate[1]).replace("per", "/"), "1", 1)
-    if not degrees and counted and (word := COUNTED.search(text)) and word[1].rstrip("s") == counted:
+    if not degrees and counted and (word := COUNTED_WORD.search(text)) and word[1].rstrip("s") == counted:
         return text[: word.start()], (counted, "1", 1)
     match = UNIT.search(text)
     value = text[: match.start()].strip() if match else ""
@@ -731,7 +731,7 @@ def same_single(prediction: str, truth: str, compare: Callable[[str, str], bool]
         return all(same_value(f"({a})/({items[divisor_index]})", f"({b})/({truths[divisor_index]})") for a, b in pairs)
     prediction = f"({items[0]})/({items[1]})" if len(items) == 2 else prediction
     truth = f"({truths[0]})/({truths[1]})" if len(truths) == 2 else truth
-    word = COUNTED.search(truth)
+    word = COUNTED_WORD.search(truth)
     counted = word[1].rstrip("s") if word and word[1] not in VALUE_WORDS else ""
     (value, unit), (truth, true_unit) = without_unit(prediction, counted), without_unit(truth, counted)
     value = in_unit(value, unit, true_unit)

@@ -81,7 +81,7 @@ def copy(saved, tmp_path):
 def find_start(cfg):
     """Return the checkpoint from which a run with these settings resumes."""
     return resume.find_resume_checkpoint(
-        Path(cfg.run.out), cfg.run.resume, cfg.to_flags(), checkpoint_parts(cfg.model, cfg.algo)
+        Path(cfg.run.out), cfg.run.resume, cfg.to_flags(), checkpoint_parts(cfg.model, cfg.algo), "16 rows"
     )
 
 

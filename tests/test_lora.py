@@ -102,8 +102,8 @@ def test_errors_name_adapters_of_other_models_and_damaged_files(toys, tmp_path):
             {k: v for k, v in tensors.items() if k != key},
             r"layers.0.mlp.up_proj.lora_A.weight has shape None, but must have \(4, 64\)",
         ),
-            (tensors | {key.replace("layers.0", "layers.7"): tensors[key]}, "it has the key .*layers.7.* are such as base_"),
-            ({k: v for k, v in tensors.items() if "layers.1." not in k}, "no tensors for 7 layers .* layers.1.mlp"),
+        (tensors | {key.replace("layers.0", "layers.7"): tensors[key].clone()}, "the key .*layers.7.* are such as"),
+        ({k: v for k, v in tensors.items() if "layers.1." not in k}, "no tensors for 7 layers .*layers.1.mlp"),
     ]:
         save_file(changed, tmp_path / "adapter_model.safetensors")
         with pytest.raises(ValueError, match=message):
@@ -115,7 +115,7 @@ def test_errors_name_adapters_of_other_models_and_damaged_files(toys, tmp_path):
         with pytest.raises(ValueError, match="adapter_model.safetensors: missing, truncated"):
             read_adapter(load_base(), tmp_path, path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(ValueError, match="use_dora: only plain LoRA"):
+    with pytest.raises(ValueError, match="only plain LoRA .*has use_dora=True"):
         read_adapter(load_base(), tmp_path, path)
 
 
