@@ -1,12 +1,13 @@
-"""Size of the code: Python tokens and code lines of each folder and file that git tracks.
+"""Size of the code: Python tokens and code lines of each room (the root and each folder) that git tracks.
 
-    python benchmarks/size.py                  # this checkout, by folder
+    python benchmarks/size.py                  # this checkout, by room
     python benchmarks/size.py --files          # and by file
     python benchmarks/size.py ../other         # another checkout, counted in the same way
 
 A token is one of Python's `tokenize`, without comments, docstrings, line breaks and indentation, so dense lines do not
-make code smaller. A code line is a line that has a token. Tests and benchmarks are counted separately from the product;
-so are the templates, styles and scripts of pages, of which only lines that are not blank are counted.
+make code smaller. An f-string is one token, in every version of Python. A code line is a line that has a token. "core"
+is everything but methods that a user names on the command line, tests, benchmarks and runs. Of the templates, styles
+and scripts of pages only lines that are not blank are counted. tests/test_house.py holds the rooms to a table.
 """
 
 import argparse
@@ -18,9 +19,14 @@ from collections import Counter
 from pathlib import Path
 
 FIRST_PATH = ("train.py", "rollout.py", "grpo.py", "reward.py")  # the files to read to understand a training step
+OUTSIDE_CORE = ("algorithms", "tests", "benchmarks and runs")
+ROOM_NAMES = dict.fromkeys(("benchmarks", "runs"), "benchmarks and runs")
 LAYOUT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
+# since Python 3.12 an f-string is a start, its parts and an end
+STRING_START = {getattr(tokenize, name, None) for name in ("FSTRING_START", "TSTRING_START")}
+STRING_END = {getattr(tokenize, name, None) for name in ("FSTRING_END", "TSTRING_END")}
 PAGES = (".html", ".css", ".js", ".j2")
 
 
@@ -31,43 +37,48 @@ def count(source: str) -> tuple[int, int]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    tokens, lines = 0, set()
+    tokens, depth, lines = 0, 0, set()  # depth: number of f-strings that the token is inside
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in LAYOUT and token.start[0] not in docstrings:
-            tokens += 1
+            tokens += depth == 0
             lines |= set(range(token.start[0], token.end[0] + 1))
+        depth += (token.type in STRING_START) - (token.type in STRING_END)
     return tokens, len(lines)
 
 
-def main(root: Path, by_file: bool) -> None:
+def tracked_files(root: Path) -> list[Path]:
     listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout
-    tracked = [Path(name) for name in listed.splitlines() if (root / name).exists()]
-    sizes = {file: count((root / file).read_text()) for file in tracked if file.suffix == ".py"}
+    return [Path(name) for name in listed.splitlines() if (root / name).exists()]
+
+
+def measure(root: Path) -> tuple[Counter[str], Counter[str], dict[Path, tuple[int, int]]]:
+    """Return the tokens and the code lines of each room, and both of each file. The room "pages" has only lines."""
     tokens: Counter[str] = Counter()
     lines: Counter[str] = Counter()
-    for file, (n_tokens, n_lines) in sizes.items():
+    sizes = {file: count((root / file).read_text()) for file in tracked_files(root) if file.suffix == ".py"}
+    for file, size in sizes.items():
         folder = file.parts[0] if len(file.parts) > 1 else "root"
-        part = folder if folder in ("tests", "benchmarks") else "product"
-        for name in {folder, part}:
-            tokens[name] += n_tokens
-            lines[name] += n_lines
-        if str(file) in FIRST_PATH:
-            tokens["first path"] += n_tokens
-            lines["first path"] += n_lines
-        if by_file:
+        room = ROOM_NAMES.get(folder, folder)
+        rooms = {room} if room in OUTSIDE_CORE else {room, "core"}
+        for name in rooms | ({"first path"} if str(file) in FIRST_PATH else set()):
+            tokens[name] += size[0]
+            lines[name] += size[1]
+    pages = [file for file in tracked_files(root) if file.suffix in PAGES and file.parts[0] != "tests"]
+    lines["pages"] = sum(1 for file in pages for line in (root / file).read_text().splitlines() if line.strip())
+    return tokens, lines, sizes
+
+
+def main(root: Path, by_file: bool) -> None:
+    tokens, lines, sizes = measure(root)
+    if by_file:
+        for file, (n_tokens, n_lines) in sizes.items():
             print(f"{n_tokens:8,} {n_lines:7,}  {file}")
     print(f"{'tokens':>8} {'lines':>7}")
-    totals = ("first path", "product", "tests", "benchmarks")
-    for name in [*sorted(tokens.keys() - set(totals)), *totals]:
+    last = ["core", *OUTSIDE_CORE, "first path"]
+    for name in [*sorted(tokens.keys() - set(last)), *last]:
         files = f" ({', '.join(FIRST_PATH)})" if name == "first path" else ""
         print(f"{tokens[name]:8,} {lines[name]:7,}  {name}{files}")
-    pages = count_lines(root / file for file in tracked if file.suffix in PAGES and file.parts[0] != "tests")
-    print(f"{'':8} {pages:7,}  templates, styles and scripts of pages")
-
-
-def count_lines(files) -> int:
-    """Return the number of lines of these files that are not blank."""
-    return sum(1 for file in files for line in file.read_text().splitlines() if line.strip())
+    print(f"{'':8} {lines['pages']:7,}  pages: templates, styles and scripts")
 
 
 if __name__ == "__main__":

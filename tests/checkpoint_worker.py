@@ -85,6 +85,7 @@ def main(_) -> None:
         "auto",
         train.parse_args(["--model", model, "--data", "d", "--out", str(out), "--steps", "9"]).to_flags(),
         [],
+        "16 rows",
     )
     record_message(build, str(folder / "bad"))
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(messages))
