@@ -571,8 +571,6 @@ class Method:
     change_advantages: Callable | None = None
     # (prompts, algo, seed, step, steps) -> prompts: new prompts of a batch, before it is sampled
     change_prompts: Callable | None = None
-    # (rollouts in whole groups, algo) -> rollouts: those that are not trained on are copies without a reward
-    select_rollouts: Callable | None = None
     check: Callable[["Algorithm"], None] | None = None  # raises UserError if settings contradict each other
     order: int = 1  # of methods: 0 those that replace the advantages, 1 those that add to them, 2 that choose tokens
     zero_without_advantage: bool = True  # adds no gradient to responses with advantage 0, so they are not packed
@@ -594,14 +592,6 @@ def change_prompts(prompts: Sequence[Any], algo: "Algorithm", seed: int, step: i
         if method.change_prompts:
             prompts = method.change_prompts(prompts, algo, seed, step, steps)
     return prompts
-
-
-def select_rollouts(rollouts: list[Any], algo: "Algorithm") -> list[Any]:
-    """Return the rollouts of whole groups after the selection by all methods that are on."""
-    for method in algo.methods:
-        if method.select_rollouts:
-            rollouts = method.select_rollouts(rollouts, algo)
-    return rollouts
 
 
 def change_advantages(advantages_N: torch.Tensor, batch: Any, algo: "Algorithm", info: StepInfo) -> torch.Tensor:
@@ -737,7 +727,7 @@ class Algorithm:
 
     def counts_in_loss(self, finish_reason: str) -> bool:
         """Return whether a response with this finish reason is part of the loss."""
-        return finish_reason not in ("error", "unselected") and (self.truncated != "mask" or finish_reason != "length")
+        return finish_reason != "error" and (self.truncated != "mask" or finish_reason != "length")
 
     def check(self) -> None:
         """Raise UserError if settings contradict each other."""
@@ -780,7 +770,7 @@ class Algorithm:
              f"--algo-args critic={self.critic}: {adv} has no critic; use --adv gae")
         need(self.kl_in == PRESETS[self.algo].get("kl_in", "loss") or self.needs_reference,
              f"--algo-args kl_in={self.kl_in} has no effect with --kl-coef {kl_coef}; raise --kl-coef, or remove kl_in")
-        need(self.dual_clip is None or self.loss not in ("cispo", "dppo", "gmpo", "sapo", "reinforce"),
+        need(self.dual_clip is None or self.loss not in ("cispo", "sapo", "reinforce"),
              f"--algo-args dual_clip={self.dual_clip} has no effect on --loss {self.loss}; use --loss clip or gspo")
         for method in self.methods:
             if method.check:

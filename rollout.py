@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 
 from errors import need, plug_in, printable
-from grpo import Algorithm, change_prompts, overlong_penalty, select_rollouts
+from grpo import Algorithm, change_prompts, overlong_penalty
 from layers.video import encode_prompt, frames_to_patches
 from model import ImageInput, Processor
 from packing import TrainBatch
@@ -84,7 +84,7 @@ class Rollout:
     response: list[int] = field(default_factory=list)  # token ids after the prompt, an episode's observations included
     response_mask: list[bool] = field(default_factory=list)  # True for tokens that the policy sampled
     logprobs: list[float] = field(default_factory=list)  # the engine's log-probability of each sampled token, in nats
-    # "stop" (an end token), "length", or not trained on: "error" (reward or environment failed), "unselected" (PODS)
+    # "stop" (an end token), "length", or not trained on: "error" (reward or environment failed)
     finish_reason: str = ""
     text: str = ""  # text of the response; in an episode, of the last response
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
@@ -625,8 +625,7 @@ class GroupPool:
         # has_signal ignores length penalties, because they do not separate right answers from wrong ones:
         # arXiv:2503.14476, section 3.2
         graded = {key: [r for r in group if r.rewards] for key, group in groups.items()}
-        trained = {key: [r for r in select_rollouts(group, self.algo) if r.rewards] for key, group in groups.items()}
-        signals = {key: len({r.task_reward for r in group}) > 1 for key, group in trained.items()}
+        signals = {key: len({r.task_reward for r in group}) > 1 for key, group in graded.items()}
         clean = {key: [r for r in group if not r.noised] or group for key, group in graded.items()}
         accuracies = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in clean.values() if group}
         for rank_signals, rank_accuracies in self.ctx.gather((signals, accuracies)):

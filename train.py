@@ -190,7 +190,6 @@ def pack_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: DistContext, m
     algo = cfg.algo
     groups, chosen = pool.groups, pool.select_groups()
     by_minibatch = balance_across_ranks(groups, chosen, algo.minibatches, packer.flop_costs, ctx, meter)
-    by_minibatch = [grpo.select_rollouts(minibatch, algo) for minibatch in by_minibatch]
     rollouts = list(chain.from_iterable(by_minibatch))
     rewards_PG = reshape_to_groups([r.reward for r in rollouts], algo)
     has_gradient = grpo.has_gradient(rewards_PG, [r.finish_reason for r in rollouts], algo)

@@ -22,8 +22,7 @@ def rollout_metrics(pool: GroupPool, counts: Mapping[str, float]) -> dict[str, f
     sums of a Grader's counts."""
     meter = Meter()
     for group in pool.groups.values():
-        trained = grpo.select_rollouts(group, pool.algo)
-        meter.add_mean("reward/zero_std_frac", len({r.reward for r in trained if r.rewards}) <= 1)
+        meter.add_mean("reward/zero_std_frac", len({r.reward for r in group if r.rewards}) <= 1)
     for r in chain.from_iterable(pool.groups.values()):
         n_tokens = sum(r.response_mask)
         meter.sum("rollout/responses", 1)

@@ -23,8 +23,7 @@ def gather_samples(batch: Any, ctx: DistContext) -> tuple[list[dict], dict[str, 
 
 
 def sample_records(batch: Any) -> list[dict]:
-    """Return one record per prompt with its samples, except those that PODS left out. The advantage of a sample is the
-    mean advantage of its tokens."""
+    """Return one record per prompt with its samples. The advantage of a sample is the mean advantage of its tokens."""
     tokens = batch.tokens
     sums_R = torch.zeros(len(batch.rollouts)).index_add_(0, tokens.rollout, tokens.advantages)
     counts_R = torch.bincount(tokens.rollout, minlength=len(batch.rollouts))
@@ -33,8 +32,7 @@ def sample_records(batch: Any) -> list[dict]:
         initial = r.prompt.initial_example  # an environment may start with other images
         n_images = {"n_images": len(initial.images) + len(initial.videos)}
         record = records.setdefault(r.prompt.uid, example_fields(r.prompt.example) | n_images | {"samples": []})
-        if r.finish_reason != "unselected":
-            record["samples"].append(make_sample_record(r, r.rewards) | {"advantage": advantage})
+        record["samples"].append(make_sample_record(r, r.rewards) | {"advantage": advantage})
     return list(records.values())
 
 

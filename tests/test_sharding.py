@@ -98,13 +98,7 @@ METHODS = [  # of algorithms/
     "--algo-args token_score=random token_share=0.4 vision_kl=true view=blank",
     "--algo opd --teacher {toy}",
     "--algo grpo --teacher {toy} --algo-args distill_coef=0.5",
-    "--algo clip_cov --minibatches 2 --algo-args clip_cov=0.2 cov_low=-9",
-    "--algo kl_cov --minibatches 2 --algo-args kl_cov=0.2",
-    "--algo gmpo",
-    "--algo dppo",
-    "--algo opo",
     "--algo-args reward_weights=reward=1,length=0.5",
-    "--algo-args train_samples=3",
 ]
 
 
