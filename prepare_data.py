@@ -12,6 +12,8 @@ extra_info struct<split, index, uid, ...>. Each literal <image> and <video> in a
 in order. Image files are stored unchanged, byte for byte; of a video file, only the chosen frames are stored.
 """
 
+import startup  # noqa: F401
+
 import fcntl
 import itertools
 import json

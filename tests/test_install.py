@@ -10,6 +10,7 @@ pytest tests/test_install.py
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -99,6 +100,83 @@ def test_the_dockerfile_installs_as_the_makefile_does():
         assert file in copied
     cuda = re.search(r"^FROM nvidia/cuda:(\d+\.\d+)\.\d+-devel-", DOCKERFILE, re.M)[1]
     assert f"built for CUDA {cuda}," in (ROOT / "docs" / "hardware.md").read_text()
+
+
+@pytest.mark.parametrize("uv,arguments,installer", [
+    (True, "", "uv pip install --quiet --torch-backend auto --python v/bin/python"),
+    (True, "UV=", "v/bin/python -m pip install --quiet"),
+    (False, "PIP_FLAGS=--pre", "v/bin/python -m pip install --quiet --disable-pip-version-check --pre"),
+])  # fmt: skip
+def test_make_installs_with_uv_or_pip_and_says_the_size_first(uv, arguments, installer, tmp_path):
+    for name in ("sh", "python3", "grep", "make", "uname", *["uv"] * uv):
+        (tmp_path / name).symlink_to(shutil.which(name) or "/bin/true")
+    command = ["make", "--dry-run", "VENV=v", "v/.run", *arguments.split()]
+    lines = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True)
+    python, size, *notes, _, torch, rest, _ = lines.stdout.replace("\\\n", "").splitlines()
+    assert "(3, 11)" in python and "0.4 GB" in size and torch.startswith(installer) and rest.startswith(installer)
+    assert "torch==" in torch and rest.endswith("-r requirements.txt") and len(notes) == (arguments == "UV=")
+
+
+@pytest.mark.parametrize("version", [(2, 7), (3, 10), (3, 15), (3, 11), (3, 14)])
+def test_make_refuses_an_unsupported_python_in_one_line(version, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh
+[ "$1" = -c ] || exit 7
+exec {sys.executable} -c "import sys; sys.version_info = {(*version, 0)}; exec(sys.argv[1])" "$2"
+""")
+    python.chmod(0o755)
+    command = ["make", f"PYTHON={python}", f"VENV={tmp_path}/v", f"{tmp_path}/v/.run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    refused = f"error: {python} is Python {version[0]}.{version[1]}, but 3.11 to 3.14 is needed; pass another"
+    assert (refused in done.stderr) == (version not in [(3, 11), (3, 14)]) and "Traceback" not in done.stderr
+    assert ("Download" in done.stdout) != (refused in done.stderr)
+
+
+def make_packages(folder, versions):
+    """Write metadata of installed packages, and empty modules, to a folder for PYTHONPATH."""
+    for name, version in versions.items():
+        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / f"{name}.py").touch()
+    return folder
+
+
+REQUIRED = {r.name: str(r.specifier).removeprefix("==") for r in read_requirements("requirements.txt")}
+
+
+@pytest.mark.parametrize("versions,message", [
+    ({}, f"torch {REQUIRED['torch']} (missing), transformers {REQUIRED['transformers']} (missing)"),
+    (REQUIRED | {"torch": "1.0"}, f" does not have torch {REQUIRED['torch']} (1.0); activate"),
+    ({k: v for k, v in REQUIRED.items() if k != "tqdm"}, f" does not have tqdm {REQUIRED['tqdm']} (missing); activate"),
+    (REQUIRED, None),  # not a matter of packages: the traceback stays
+])  # fmt: skip
+@pytest.mark.parametrize("script", ["train.py", "eval.py", "prepare_data.py", "merge_lora.py", "demo.py"])
+def test_scripts_name_packages_that_do_not_fit_in_one_line(script, versions, message, tmp_path):
+    env = os.environ | {"PYTHONPATH": str(make_packages(tmp_path, versions))}
+    command = [sys.executable, "-S", "-B", script, *["--plan"] * (script == "train.py")]
+    error = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True).stderr
+    if message:
+        assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    else:
+        assert "Traceback" in error and " does not have " not in error
+
+
+def test_own_import_errors_keep_their_traceback_and_old_pythons_are_refused(tmp_path):
+    for name in ("startup.py", "requirements.txt"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "mine.py").touch()
+    script = tmp_path / "script.py"
+
+    def run(text):
+        script.write_text(text)
+        return subprocess.run([sys.executable, "-S", script], capture_output=True, text=True).stderr
+
+    own = run("import startup\nfrom mine import missing\n")
+    assert "Traceback" in own and own.splitlines()[-1].startswith("note: ") and "torch" in own.splitlines()[-1]
+    assert "Traceback" in run("import startup\ndef main():\n    import absent\nmain()\n")
+    old = run("import sys\nsys.version_info = (3, 10, 1)\nimport startup\n")
+    assert re.fullmatch(r"error: \S+ is Python [\d.]+, but 3.11 to 3.14 is needed; activate .*\n", old)
 
 
 def test_the_image_has_all_tracked_files_and_no_ignored_ones():
