@@ -41,7 +41,7 @@ def report_exception(error_type, error, traceback):
         print(f"{reason}: {sys.executable} does not have {names}; {REMEDY}", file=sys.stderr)
 
 
-if sys.version_info < (3, 11):
+if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"error: {sys.executable} is Python {sys.version.split()[0]}, but 3.11 to 3.14 is needed; activate the "
              "environment of `make demo` (. .venv/bin/activate), or make one: `make demo PYTHON=python3.12`")
 if SCRIPT.resolve().parent == FOLDER:
