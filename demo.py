@@ -41,7 +41,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from errors import check_writable, need, report_write_errors
+from errors import check_writable, nearest, need, report_write_errors
 from model import FAMILIES, Policy, Processor, load_hf
 from packing import Packer
 from parallel.loading import atomic_folder, check_output_is_new, save_hf
@@ -84,7 +84,7 @@ def find_demo_tasks() -> dict[str, ModuleType]:
 def get_task_module(task: str) -> ModuleType:
     """Return the module of a task. Raise UserError if it has no demo."""
     tasks = find_demo_tasks()
-    need(task in tasks, f"--task {task}: no task of that name has a demo; choose from {', '.join(tasks)}")
+    need(task in tasks, f"--task {task}: no task of that name has a demo{nearest(task, tasks)}; choose from " + ", ".join(tasks))
     return tasks[task]
 
 
@@ -477,7 +477,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p = FlagParser(__doc__)
-    sub = p.add_subparsers(dest="command", required=True)
+    sub = p.add_subparsers(dest="command", metavar="COMMAND (model, warm or run)", required=True)
     model = sub.add_parser("model", help="write a random toy model")
     warm = sub.add_parser("warm", help="supervised warm start of a toy model")
     run = sub.add_parser("run", help="the whole demo: data, model, warm start, RL, evaluation")

@@ -53,7 +53,7 @@ def parse_args(argv: list[str] | None = None) -> MergeConfig:
 
 def main(cfg: MergeConfig) -> None:
     """Write the folder --out."""
-    need(Path(cfg.run).exists(), f"{cfg.run!r} does not exist{nearest_path(cfg.run)}")
+    need(Path(cfg.run).exists(), f"RUN {cfg.run!r} does not exist{nearest_path(cfg.run)}")
     need(any(Path(cfg.run, name).is_file() for name in ("run.json", "trainer.json", "adapter_config.json")),
          f"{cfg.run!r} is neither a run directory nor a complete checkpoint nor a PEFT adapter: it does not contain "
          "run.json, trainer.json or adapter_config.json")

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -141,7 +142,7 @@ class DataFormatConfig:
                 no_images = name in ("image", "images") and {*content.VIDEO_COLUMNS} & {*columns}
                 need(no_images or column in columns,
                      f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct {flag_name(setting_name)}"
-                     f"{remedy}")
+                     + ", or pass --image-key '' for rows without images" * (setting_name == "image_key") + remedy)
 
 
 @dataclass(frozen=True)
@@ -560,6 +561,10 @@ def parse_args(argv: list[str] | None = None) -> tuple[str, ConvertConfig | Insp
             if action.dest in defaults:  # the help text has the default that holds for all sources
                 action.help = f"{action.help.partition(' (default')[0]} (default: {defaults[action.dest]})"
         command.set_defaults(config=config, **defaults)
+    first = (sys.argv[1:] if argv is None else argv)[:1]
+    if first and re.search("[./]", first[0]) and first[0][0] != "-":
+        parser.error(f"{first[0]} is in the place of SOURCE; pass SOURCE --input {first[0]} --out FILE.parquet, where "
+                     "SOURCE is vqa for columns image, question and answer, csv, jsonl or parquet for others")
     args = vars(parser.parse_args(argv))
     return args["source"], build_config(args["config"], args)
 

@@ -204,10 +204,13 @@ class FlagParser(argparse.ArgumentParser):
             other = "--steps" in flags and (flag.startswith("--") or "=" in argument) and flag not in flags
             if other and (remedy := find_other_name(flag, args, self.per_step)):
                 self.error(f"unknown flag {flag}{remedy}")
-            unknown = flag.startswith("--") and flag != "--" and " " not in flag and flag not in flags
+            dashed = flag.startswith("--") or (flag.startswith("-") and f"-{flag}" in flags)
+            unknown = dashed and flag != "--" and " " not in flag and flag not in flags
             if unknown and self._subparsers is None:
-                name = flag.removeprefix("--").replace("-", "_")
+                name = flag.lstrip("-").replace("-", "_")
                 name = RENAMED.get(name, name)
+                if any(action.dest == name and not action.option_strings for action in self._actions):
+                    self.error(f"unknown flag {flag}; pass the value without it: {self.prog} {name.upper()} [flags]")
                 use = f"--algo-args {name}=VALUE" if name in self.keys else flag_name(name) * (flag_name(name) in flags)
                 remedy = f"; use {use}" if use else nearest(flag, flags) or ELSEWHERE * bool(self.keys)
                 self.error(f"unknown flag {flag}{remedy}")

@@ -205,6 +205,9 @@ def test_an_unknown_flag_is_the_only_error_and_gets_a_suggestion(capsys):
     assert error.endswith("; see train.py --help\n")
     assert "--no-freeze" in parse_error(capsys, "--no-freez")
     assert parse_error(capsys, "--zzzzzzzz") == "error: unknown flag --zzzzzzzz; see train.py --help\n"
+    assert parse_error(capsys, "-lr", "3") == "error: unknown flag -lr; use --lr; see train.py --help\n"
+    source = parse_error(capsys, "--source", "x")  # an argument that takes no flag
+    assert source.startswith("error: unknown flag --source; pass the value without it: train.py SOURCE [flags]; see ")
     assert "--warmup" in parse_error(capsys, "--warmup", "1")  # not taken as short for --warmup-steps
 
 
