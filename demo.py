@@ -84,7 +84,8 @@ def find_demo_tasks() -> dict[str, ModuleType]:
 def get_task_module(task: str) -> ModuleType:
     """Return the module of a task. Raise UserError if it has no demo."""
     tasks = find_demo_tasks()
-    need(task in tasks, f"--task {task}: no task of that name has a demo{nearest(task, tasks)}; choose from " + ", ".join(tasks))
+    need(task in tasks, f"--task {task}: no task of that name has a demo{nearest(task, tasks)}; choose "
+         f"from {', '.join(tasks)}")
     return tasks[task]
 
 

@@ -561,10 +561,10 @@ def parse_args(argv: list[str] | None = None) -> tuple[str, ConvertConfig | Insp
             if action.dest in defaults:  # the help text has the default that holds for all sources
                 action.help = f"{action.help.partition(' (default')[0]} (default: {defaults[action.dest]})"
         command.set_defaults(config=config, **defaults)
-    first = (sys.argv[1:] if argv is None else argv)[:1]
-    if first and re.search("[./]", first[0]) and first[0][0] != "-":
-        parser.error(f"{first[0]} is in the place of SOURCE; pass SOURCE --input {first[0]} --out FILE.parquet, where "
-                     "SOURCE is vqa for columns image, question and answer, csv, jsonl or parquet for others")
+    first = " ".join(sys.argv[1:2] if argv is None else argv[:1])
+    need(first[:1] == "-" or not re.search("[./]", first), f"{first} is in the place of SOURCE; pass SOURCE --input "
+         f"{first} --out FILE.parquet; SOURCE is vqa for columns image, question and answer; csv, jsonl or parquet "
+         "for others")
     args = vars(parser.parse_args(argv))
     return args["source"], build_config(args["config"], args)
 

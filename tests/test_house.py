@@ -39,9 +39,9 @@ PLUG_INS = ("algorithms", "engines", "envs", "tasks")  # imported by name, insid
 NO_PLUG_INS = ("engines.launch", "engines.self_test", "envs._factory", "envs._episodes")
 
 CODE_LINES = {  # the most lines of code of each script
-    "demo.py": 384, "errors.py": 102, "eval.py": 362, "grpo.py": 487, "kernels.py": 301, "merge_lora.py": 117,
+    "demo.py": 385, "errors.py": 102, "eval.py": 362, "grpo.py": 487, "kernels.py": 301, "merge_lora.py": 117,
     "model.py": 430, "packing.py": 394, "prepare_data.py": 442, "reward.py": 201, "rollout.py": 400, "train.py": 351,
-    "settings.py": 283, "startup.py": 38, "utils.py": 214,
+    "settings.py": 283, "startup.py": 27, "utils.py": 214,
 }
 BANNED_WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
 ALLOWED_WORDS = {

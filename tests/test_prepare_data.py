@@ -1413,7 +1413,7 @@ def test_values_that_python_cannot_hold_are_bad_rows(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("argv,text,message", [
-    ("rows.csv --out o.parquet", "", "rows.csv is in the place of SOURCE; pass SOURCE --input rows.csv --out FILE"),
+    ("rows.csv --out o.parquet", "", "rows.csv is in the place of SOURCE; pass SOURCE --input rows.csv --out"),
     ("someone/dataset", "", "someone/dataset is in the place of SOURCE; pass SOURCE --input someone/dataset"),
     ("vga --input rows.csv", "", "(did you mean vqa?)"),
     ("vqa --input rows.csv --out o.parquet", "image;question;answer\na;b;c\n", "by commas, but these are by ';'"),
