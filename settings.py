@@ -25,6 +25,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -94,13 +95,13 @@ def find_other_name(name: str, args: Sequence[str] = (), per_step: int | str = "
     here = HERE_NAMES.get(name.lower().replace("-", "_").strip("_").rpartition(".")[2], "")
     if here != "steps_for_epochs":
         return here and f"; use {flag_name(here)}"
-    given = dict(zip(args, args[1:], strict=False)) | dict(a.split("=", 1) for a in args if "=" in a)
+    given = dict(pairwise(" ".join(args).replace("=", " ").split()))
     epochs, per_step = given.get(name, "N"), given.get("--prompts-per-step", per_step)
     remedy = f"; for epochs of the data use --steps = {epochs} x rows / {per_step}"
     with suppress(OSError, ValueError, ArithmeticError):
         rows = pq.read_metadata(given.get("--data", "")).num_rows
         remedy += f"; {given['--data']} has {rows} rows"
-        return remedy + f": --steps {math.ceil(float(epochs) * (rows // int(per_step)))}"
+        remedy += f": --steps {math.ceil(float(epochs) * (rows // int(per_step)))}"
     return remedy
 
 
