@@ -1,15 +1,16 @@
-"""Build a tiny Qwen-VL (1 M parameters) from scratch, train it by RL on generated images, and evaluate it: the whole
-pipeline on a laptop.
+"""Build a tiny Qwen-VL (1 M parameters) from scratch, train it by RL on generated images, and evaluate
+it: the whole pipeline on a laptop.
 
-    python demo.py run --out demo                           # everything: data, model, warm start, RL, evaluation, plot
-    python demo.py run --task digits --out out/digits       # the same for another task whose file draws `scenes`
-    python demo.py model --out demo/base                    # only a random toy Qwen2.5-VL and its tokenizer
+    python demo.py run --out demo  # everything: data, model, warm start, RL, evaluation, plot
+    python demo.py run --task digits --out out/digits  # a task whose file draws `scenes`
+    python demo.py model --out demo/base  # only a random toy Qwen2.5-VL and its tokenizer
     python demo.py model --out demo/base --family qwen3_vl  # the same for Qwen3-VL
-    python demo.py warm --model demo/base --out demo/start  # only the short supervised warm start of such a model
+    python demo.py warm --model demo/base --out demo/start  # only its supervised warm start
 
-Only the size is a toy: the model uses transformers' classes with Qwen's architecture, special tokens and chat format.
-The task is real too: the model answers correctly only if it uses the image, which `eval.py --ablate` measures by taking
-the image away. The warm start teaches it a bad habit, answering without looking, which RL has to break.
+Only the size is a toy: the model uses transformers' classes with Qwen's architecture, special
+tokens and chat format. The task is real too: the model answers correctly only if it uses the image,
+which `eval.py --ablate` measures by taking the image away. The warm start teaches it a bad habit,
+answering without looking, which RL has to break.
 """
 
 import startup  # noqa: F401

@@ -1,9 +1,10 @@
-"""Export a run, checkpoint or PEFT adapter as one Hugging Face folder, and verify that it computes the same.
+"""Export a run, checkpoint or PEFT adapter as one Hugging Face folder, and verify that it computes the
+same.
 
     python merge_lora.py out/geo3k --out out/geo3k-hf
     python merge_lora.py out/geo3k/checkpoints/step_000100 --out out/geo3k-hf-100
-    python merge_lora.py out/geo3k-lora --adapter --out out/geo3k-adapter     # a LoRA run -> PEFT's adapter format
-    python merge_lora.py out/geo3k-adapter --out out/geo3k-hf                 # a PEFT adapter -> one folder
+    python merge_lora.py out/geo3k-lora --adapter --out out/geo3k-adapter  # to PEFT's format
+    python merge_lora.py out/geo3k-adapter --out out/geo3k-hf  # a PEFT adapter -> one folder
 """
 
 import startup  # noqa: F401

@@ -1,4 +1,5 @@
-"""Convert data from any source to one parquet file, and read such files. No other code knows the on-disk format.
+"""Convert data from any source to one parquet file, and read such files. No other code knows the
+on-disk format.
 
     python prepare_data.py geo3k --input hiyouga/geometry3k --split train --out geo3k.parquet
     python prepare_data.py shapes --toy --n 2000 --split train --out shapes.parquet
@@ -7,9 +8,10 @@
     python prepare_data.py inspect geo3k.parquet --model Qwen/Qwen2.5-VL-7B-Instruct
 
 Columns: data_source string, prompt list<struct<role, content>>, images list<struct<bytes, path>>,
-videos list<struct<frames list<binary>, fps>>, reward_model struct<style, ground_truth>,
-extra_info struct<split, index, uid, ...>. Each literal <image> and <video> in a prompt stands for one image or video,
-in order. Image files are stored unchanged, byte for byte; of a video file, only the chosen frames are stored.
+videos list<struct<frames list<binary>, fps>>, reward_model struct<style, ground_truth>, extra_info
+struct<split, index, uid, ...>. Each literal <image> and <video> in a prompt stands for one image or
+video, in order. Image files are stored unchanged, byte for byte; of a video file, only the chosen
+frames are stored.
 """
 
 import startup  # noqa: F401
