@@ -4,6 +4,7 @@
 # make test-sglang   the same with SGLang, whose server takes part in the tests
 # make test-cuda-paths   install torch for CUDA, run the code for CUDA on a GPU that does not exist (tests/null_gpu)
 # make test-vllm-cuda   the same with vLLM for CUDA: the engine that a GPU gets by default, with sleep and weight syncs
+# make demo UV=   install with pip even if there is uv; PIP_FLAGS="..." are flags for pip, such as an index of CPU builds
 # make locks   remake the files of locks/: every package with its version
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
@@ -16,17 +17,31 @@ DEMO_ARGS ?=
 
 .PHONY: demo test test-all test-vllm test-sglang test-cuda-paths test-vllm-cuda environments locks lint bench clean
 
+# uv takes torch's build for the GPU that it finds, or the one for CPUs. pip takes PyPI's, which on Linux is for CUDA.
+UV ?= uv
+PIP_FLAGS ?=
+HAS_UV := $(if $(UV),$(shell command -v $(UV)))
+INSTALL = $(if $(HAS_UV),$(UV) pip install --quiet --torch-backend auto --python $(PY),$(PY) -m pip install --quiet \
+	--disable-pip-version-check $(PIP_FLAGS))
+ifeq ($(shell uname -s)$(HAS_UV)$(PIP_FLAGS)$(shell command -v nvidia-smi),Linux)
+NO_GPU = echo "There is no GPU here. For the small download install uv first, or pass PIP_FLAGS='--extra-index-url URL'" \
+	"with the URL of torch's CPU builds from its installation page."
+endif
+
 # torch alone first: a later requirement must find it in place, or pip may fetch another build of it
 $(VENV)/.run: requirements.txt
-	@echo "installing torch and more into $(VENV): a few minutes"
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 14) or sys.exit("error: $(PYTHON) is Python \
+	%d.%d, but 3.11 to 3.14 is needed; pass another, such as: make demo PYTHON=python3.12" % v)'
+	@echo "Installing torch and more into $(VENV). Download: 0.4 GB with torch for CPUs, about 3 GB with torch for CUDA."
+	@$(NO_GPU)
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.txt)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(INSTALL) $$(grep '^torch==' requirements.txt)
+	$(INSTALL) -r requirements.txt
 	touch $@
 
 $(VENV)/.dev: requirements-dev.txt requirements-video.txt $(VENV)/.run
 	@echo "installing what tests and benchmarks need into $(VENV)"
-	$(PY) -m pip install --quiet --disable-pip-version-check -c requirements.txt -r requirements-dev.txt
+	$(INSTALL) -c requirements.txt -r requirements-dev.txt
 	touch $@
 
 demo: $(VENV)/.run
@@ -104,7 +119,6 @@ environments: $(VENV)/.dev $(VENV_VLLM)/.dev $(VENV_SGLANG)/.dev $(VENV_CUDA)/.d
 
 # The newest versions of all packages that pip would install on Linux beside the pinned ones, without the CUDA packages of
 # torch in the files for CPUs. Each file fits the one before it, so that they can be installed together. Needs uv.
-UV ?= uv
 LOCK = $(UV) pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
 	--no-annotate --custom-compile-command "make locks"
 NO_CUDA = $$(sed -nE 's/^((nvidia|cuda)-[a-z0-9-]+)==.*/--no-emit-package \1/p' locks/gpu.txt)

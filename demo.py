@@ -1,15 +1,16 @@
-"""Build a tiny Qwen-VL (1 M parameters) from scratch, train it by RL on generated images, and evaluate it: the whole
-pipeline on a laptop.
+"""Build a tiny Qwen-VL (1 M parameters) from scratch, train it by RL on generated images, and evaluate
+it: the whole pipeline on a laptop.
 
-    python demo.py run --out demo                           # everything: data, model, warm start, RL, evaluation, plot
-    python demo.py run --task digits --out out/digits       # the same for another task whose file draws `scenes`
-    python demo.py model --out demo/base                    # only a random toy Qwen2.5-VL and its tokenizer
+    python demo.py run --out demo  # everything: data, model, warm start, RL, evaluation, plot
+    python demo.py run --task digits --out out/digits  # a task whose file draws `scenes`
+    python demo.py model --out demo/base  # only a random toy Qwen2.5-VL and its tokenizer
     python demo.py model --out demo/base --family qwen3_vl  # the same for Qwen3-VL
-    python demo.py warm --model demo/base --out demo/start  # only the short supervised warm start of such a model
+    python demo.py warm --model demo/base --out demo/start  # only its supervised warm start
 
-Only the size is a toy: the model uses transformers' classes with Qwen's architecture, special tokens and chat format.
-The task is real too: the model answers correctly only if it uses the image, which `eval.py --ablate` measures by taking
-the image away. The warm start teaches it a bad habit, answering without looking, which RL has to break.
+Only the size is a toy: the model uses transformers' classes with Qwen's architecture, special
+tokens and chat format. The task is real too: the model answers correctly only if it uses the image,
+which `eval.py --ablate` measures by taking the image away. The warm start teaches it a bad habit,
+answering without looking, which RL has to break.
 """
 
 import startup  # noqa: F401
@@ -41,7 +42,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from errors import check_writable, need, report_write_errors
+from errors import check_writable, nearest, need, report_write_errors
 from model import FAMILIES, Policy, Processor, load_hf
 from packing import Packer
 from parallel.loading import atomic_folder, check_output_is_new, save_hf
@@ -84,7 +85,8 @@ def find_demo_tasks() -> dict[str, ModuleType]:
 def get_task_module(task: str) -> ModuleType:
     """Return the module of a task. Raise UserError if it has no demo."""
     tasks = find_demo_tasks()
-    need(task in tasks, f"--task {task}: no task of that name has a demo; choose from {', '.join(tasks)}")
+    need(task in tasks, f"--task {task}: no task of that name has a demo{nearest(task, tasks)}; choose "
+         f"from {', '.join(tasks)}")
     return tasks[task]
 
 
@@ -477,7 +479,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p = FlagParser(__doc__)
-    sub = p.add_subparsers(dest="command", required=True)
+    sub = p.add_subparsers(dest="command", metavar="COMMAND (model, warm or run)", required=True)
     model = sub.add_parser("model", help="write a random toy model")
     warm = sub.add_parser("warm", help="supervised warm start of a toy model")
     run = sub.add_parser("run", help="the whole demo: data, model, warm start, RL, evaluation")

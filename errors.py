@@ -34,7 +34,7 @@ def need(ok: bool, message: str) -> None:
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return " (did you mean A or B?)" with the known words that are most like a wrong one, each after `prefix`, or ""
     if none is close."""
-    matches = " or ".join(prefix + match for match in difflib.get_close_matches(word, known, cutoff=0.7))
+    matches = " or ".join(prefix + match for match in difflib.get_close_matches(word, known, cutoff=0.65))
     return matches and f" (did you mean {matches}?)"
 
 
@@ -157,7 +157,7 @@ def report_write_errors(path: Path, what: str, remedy: str = "free disk space or
         file = getattr(error, "filename", None) or path
         problem = f"{file} cannot be written ({os.strerror(code)})"
         if code in DISK_FULL_ERRNOS:
-            problem = f"no space left for {file} ({free_bytes(path)} bytes free)"
+            problem = f"no space left for {file} ({free_bytes(path) / 1e9:.3g} GB free)"
         raise UserError(f"{what}: {problem}; {remedy}") from error
 
 

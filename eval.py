@@ -1,15 +1,17 @@
-"""Evaluate a model folder, hub id, run or checkpoint: accuracy with its confidence interval, and a report page.
+"""Evaluate a model folder, hub id, run or checkpoint: accuracy with its confidence interval, and a
+report page.
 
     python eval.py out/geo3k --data geo3k_test.parquet --out out/geo3k/eval
-    python eval.py MODEL --data F --out DIR --baseline A B      # other models on the same prompts, compared in pairs
-    python eval.py MODEL --data F --out DIR --samples 8         # avg@8, pass@k, majority@8 at --temperature
-    python eval.py MODEL --data F --out DIR --ablate blank none # how much of the accuracy depends on the images?
-    python eval.py MODEL --data F --out DIR --grader easyr1 verl  # also graded as EasyR1 or verl do for Geometry3K
-    python eval.py --plot-runs out/a out/b --out out/curves     # the curves of several runs in one plot
+    python eval.py MODEL --data F --out DIR --baseline A B  # other models, compared in pairs
+    python eval.py MODEL --data F --out DIR --samples 8  # avg@8, pass@k, majority@8
+    python eval.py MODEL --data F --out DIR --ablate blank none # does it need the images?
+    python eval.py MODEL --data F --out DIR --grader easyr1 verl  # Geometry3K as they grade
+    python eval.py --plot-runs out/a out/b --out out/curves  # several runs in one plot
 
-For a run, flags default to the values that it was trained with, except code and servers: pass --reward, --env and
---judge-url again. The output lists the settings that differ; if none do, the accuracy is the run's eval/accuracy.
-Writes eval.json, predictions.jsonl (one per model) and report.html to --out; see docs/evaluation.md.
+For a run, flags default to the values that it was trained with, except code and servers: pass
+--reward, --env and --judge-url again. The output lists the settings that differ; if none do, the
+accuracy is the run's eval/accuracy. Writes eval.json, predictions.jsonl (one per model) and
+report.html to --out; see docs/evaluation.md.
 """
 
 import startup  # noqa: F401

@@ -1,9 +1,10 @@
-"""Export a run, checkpoint or PEFT adapter as one Hugging Face folder, and verify that it computes the same.
+"""Export a run, checkpoint or PEFT adapter as one Hugging Face folder, and verify that it computes the
+same.
 
     python merge_lora.py out/geo3k --out out/geo3k-hf
     python merge_lora.py out/geo3k/checkpoints/step_000100 --out out/geo3k-hf-100
-    python merge_lora.py out/geo3k-lora --adapter --out out/geo3k-adapter     # a LoRA run -> PEFT's adapter format
-    python merge_lora.py out/geo3k-adapter --out out/geo3k-hf                 # a PEFT adapter -> one folder
+    python merge_lora.py out/geo3k-lora --adapter --out out/geo3k-adapter  # to PEFT's format
+    python merge_lora.py out/geo3k-adapter --out out/geo3k-hf  # a PEFT adapter -> one folder
 """
 
 import startup  # noqa: F401
@@ -54,7 +55,7 @@ def parse_args(argv: list[str] | None = None) -> MergeConfig:
 
 def main(cfg: MergeConfig) -> None:
     """Write the folder --out."""
-    need(Path(cfg.run).exists(), f"{cfg.run!r} does not exist{nearest_path(cfg.run)}")
+    need(Path(cfg.run).exists(), f"RUN {cfg.run!r} does not exist{nearest_path(cfg.run)}")
     need(any(Path(cfg.run, name).is_file() for name in ("run.json", "trainer.json", "adapter_config.json")),
          f"{cfg.run!r} is neither a run directory nor a complete checkpoint nor a PEFT adapter: it does not contain "
          "run.json, trainer.json or adapter_config.json")

@@ -1,4 +1,5 @@
-"""Convert data from any source to one parquet file, and read such files. No other code knows the on-disk format.
+"""Convert data from any source to one parquet file, and read such files. No other code knows the
+on-disk format.
 
     python prepare_data.py geo3k --input hiyouga/geometry3k --split train --out geo3k.parquet
     python prepare_data.py shapes --toy --n 2000 --split train --out shapes.parquet
@@ -7,10 +8,13 @@
     python prepare_data.py inspect geo3k.parquet --model Qwen/Qwen2.5-VL-7B-Instruct
 
 Columns: data_source string, prompt list<struct<role, content>>, images list<struct<bytes, path>>,
-videos list<struct<frames list<binary>, fps>>, reward_model struct<style, ground_truth>,
-extra_info struct<split, index, uid, ...>. Each literal <image> and <video> in a prompt stands for one image or video,
-in order. Image files are stored unchanged, byte for byte; of a video file, only the chosen frames are stored.
+videos list<struct<frames list<binary>, fps>>, reward_model struct<style, ground_truth>, extra_info
+struct<split, index, uid, ...>. Each literal <image> and <video> in a prompt stands for one image or
+video, in order. Image files are stored unchanged, byte for byte; of a video file, only the chosen
+frames are stored.
 """
+
+import startup  # noqa: F401
 
 import fcntl
 import itertools
@@ -18,6 +22,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -145,7 +150,7 @@ class DataFormatConfig:
                 no_images = name in ("image", "images") and {*content.VIDEO_COLUMNS} & {*columns}
                 need(no_images or column in columns,
                      f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct {flag_name(setting_name)}"
-                     f"{remedy}")
+                     + ", or pass --image-key '' for rows without images" * (setting_name == "image_key") + remedy)
 
 
 @dataclass(frozen=True)
@@ -594,6 +599,10 @@ def parse_args(argv: list[str] | None = None) -> tuple[str, ConvertConfig | Insp
             if action.dest in defaults:  # the help text has the default that holds for all sources
                 action.help = f"{action.help.partition(' (default')[0]} (default: {defaults[action.dest]})"
         command.set_defaults(config=config, **defaults)
+    first = " ".join(sys.argv[1:2] if argv is None else argv[:1])
+    need(first[:1] == "-" or not re.search("[./]", first), f"{first} is in the place of SOURCE; pass SOURCE --input "
+         f"{first} --out FILE.parquet; SOURCE is vqa for columns image, question and answer; csv, jsonl or parquet "
+         "for others")
     args = vars(parser.parse_args(argv))
     return args["source"], build_config(args["config"], args)
 

@@ -25,9 +25,12 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+import pyarrow.parquet as pq
 
 from errors import UserError, as_user_error, nearest, nearest_path, need, printable
 
@@ -37,6 +40,16 @@ METAVARS = {int: "N", float: "X"}
 RENAMED = {  # former names of settings, and their present names; see CHANGELOG.md
     "epochs": "update_epochs", "sample_rounds": "max_gen_batches", "tis_mask": "ratio_mask", "track": "report_to",
     "grad_checkpointing": "gradient_checkpointing", "watch": "plot_runs"}  # fmt: skip
+# Names that other tools give to the length of a run, written with _ -> what to use here
+OTHER_NAMES = {
+    "steps_for_epochs": "epoch epochs n_epochs num_epochs max_epochs total_epochs train_epochs training_epochs "
+                        "num_train_epochs max_train_epochs total_train_epochs num_training_epochs "
+                        "total_training_epochs",
+    "steps": "step max_step max_steps n_steps num_steps total_steps train_steps training_steps max_train_steps "
+             "num_train_steps total_train_steps num_training_steps total_training_steps max_training_steps",
+    "update_epochs": "ppo_epochs num_iterations",
+}  # fmt: skip
+HERE_NAMES = {name: here for here, names in OTHER_NAMES.items() for name in names.split()}
 ELSEWHERE = "; docs/glossary.md has the names of TRL, verl and EasyR1; the flags of --plan work only with it"
 T = TypeVar("T")
 
@@ -73,6 +86,23 @@ def flag_field(default: Any, help: str, choices: Sequence[str] = (), metavar: st
 def flag_name(name: str) -> str:
     """Return the flag of a setting: --max-turns for max_turns."""
     return "--" + name.replace("_", "-")
+
+
+def find_other_name(name: str, args: Sequence[str] = (), per_step: int | str = "--prompts-per-step") -> str:
+    """Return the remedy for a name of another tool, such as --num-train-epochs or trainer.total_epochs, or "" if it is
+    unknown. For epochs of the data it has the number of steps if `args` has a parquet file as --data. `per_step` is
+    the default of --prompts-per-step."""
+    here = HERE_NAMES.get(name.lower().replace("-", "_").strip("_").rpartition(".")[2], "")
+    if here != "steps_for_epochs":
+        return here and f"; use {flag_name(here)}"
+    given = dict(pairwise(" ".join(args).replace("=", " ").split()))
+    epochs, per_step = given.get(name, "N"), given.get("--prompts-per-step", per_step)
+    remedy = f"; for epochs of the data use --steps = {epochs} x rows / {per_step}"
+    with suppress(OSError, ValueError, ArithmeticError):
+        rows = pq.read_metadata(given.get("--data", "")).num_rows
+        remedy += f"; {given['--data']} has {rows} rows"
+        remedy += f": --steps {math.ceil(float(epochs) * (rows // int(per_step)))}"
+    return remedy
 
 
 def format_flag(name: str, value: Any) -> str:
@@ -150,6 +180,7 @@ class FlagParser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self.keys: dict[str, tuple] = {}  # of --algo-args: name -> (Field, type)
         self.essential = essential.split()
+        self.per_step: int | str = "--prompts-per-step"  # the default of that flag
         scope = {"nargs": "?", "metavar": "all", "help": "show the most important flags, or all"}
         self.add_argument("-h", "--help", action=HelpAction, dest=argparse.SUPPRESS, default=argparse.SUPPRESS,
                           **(scope if essential else {"nargs": 0, "help": "show this help message and exit"}))
@@ -168,12 +199,19 @@ class FlagParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
         """Report unknown flags first, because they may cause the other errors; then parse --algo-args too."""
         flags = self._option_string_actions
-        for argument in sys.argv[1:] if args is None else args:
+        args = sys.argv[1:] if args is None else args
+        for argument in args:
             flag = argument.split("=")[0]
-            unknown = flag.startswith("--") and flag != "--" and " " not in flag and flag not in flags
+            other = "--steps" in flags and (flag.startswith("--") or "=" in argument) and flag not in flags
+            if other and (remedy := find_other_name(flag, args, self.per_step)):
+                self.error(f"unknown flag {flag}{remedy}")
+            dashed = flag.startswith("--") or (flag.startswith("-") and f"-{flag}" in flags)
+            unknown = dashed and flag != "--" and " " not in flag and flag not in flags
             if unknown and self._subparsers is None:
-                name = flag.removeprefix("--").replace("-", "_")
+                name = flag.lstrip("-").replace("-", "_")
                 name = RENAMED.get(name, name)
+                if any(action.dest == name and not action.option_strings for action in self._actions):
+                    self.error(f"unknown flag {flag}; pass the value without it: {self.prog} {name.upper()} [flags]")
                 use = f"--algo-args {name}=VALUE" if name in self.keys else flag_name(name) * (flag_name(name) in flags)
                 remedy = f"; use {use}" if use else nearest(flag, flags) or ELSEWHERE * bool(self.keys)
                 self.error(f"unknown flag {flag}{remedy}")
@@ -229,6 +267,8 @@ def add_flags(parser: FlagParser, cls: type) -> None:
                 options |= {"choices": choices} if choices else {"metavar": metavar}
             if is_tuple:  # a repeated flag extends the list
                 options |= {"nargs": "+", "action": "extend"}
+            if f.name == "prompts_per_step":
+                parser.per_step = f.default
             section.add_argument(f.name if positional else flag_name(f.name), **options)
             if f.default is REQUIRED:  # only these are in the usage line: argparse's default would list every flag
                 usage = metavar if positional else f"{flag_name(f.name)} {metavar}"
@@ -307,8 +347,10 @@ def load_config_file(path: str, settings: Iterable[Field]) -> dict[str, Any]:
         for key, value in table.items():
             name = RENAMED.get(key.replace("-", "_"), key.replace("-", "_"))
             if not isinstance(value, dict):
-                hint = nearest(name, known).replace("_", "-")
-                need(name in known or is_run, printable(f"--config {path}: unknown setting {key}{hint}"))
+                other = find_other_name(key)  # but in a run.json, epochs is the former name of update_epochs
+                hint = other or nearest(name, known).replace("_", "-")
+                need(is_run or (name in known and not other),
+                     printable(f"--config {path}: unknown setting {key}{hint}"))
                 need(name not in values, f"--config {path}: {name} is set twice")
                 values[name] = value
     if not is_run:

@@ -1,14 +1,14 @@
 """Train a vision-language model with reinforcement learning.
 
-1 process:  python train.py --model demo/start --data demo/train.parquet --out out/shapes --steps 60 \\
-                --lr 2e-4 --train-vision all
-8 GPUs:     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet \\
-                --out out/geo3k --steps 60
-Plan:       python train.py --plan --gpu h100 --gpus 8 ...     # memory, time and price of a run, without a GPU;
+1 process:  python train.py --model demo/start --data demo/train.parquet --out out/shapes \\
+                --steps 60 --lr 2e-4 --train-vision all
+8 GPUs:     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+                --data geo3k.parquet --out out/geo3k --steps 60
+Plan:       python train.py --plan --gpu h100 --gpus 8 ...  # memory, time and price, without a GPU;
                 its flags: train.py --plan --help
 
-Each step: rollout, reward, pack, log-probabilities before the update, advantage, update, weight sync, report. --algo
-names a preset of the algorithm's settings, which you can also set one by one.
+Each step: rollout, reward, pack, log-probabilities before the update, advantage, update, weight
+sync, report. --algo names a preset of the algorithm's settings, which you can also set one by one.
 
 The default differs from the GRPO paper (arXiv:2402.03300) in two ways:
 1. The loss averages over tokens, not over responses (--loss-agg token).
@@ -21,9 +21,9 @@ Three savings leave the gradient unchanged:
    and the loss has no KL, entropy or value term.
 3. Each prompt and its images are computed once for all responses of the group.
 
-Axes: P prompts per step (in a rank's tensors, its share of them); G samples per prompt; B responses and N tokens that
-the policy sampled, in a step on this rank; T packed tokens in a micro-batch; K sampled tokens that the
-micro-batch predicts.
+Axes: P prompts per step (in a rank's tensors, its share of them); G samples per prompt; B responses
+and N tokens that the policy sampled, in a step on this rank; T packed tokens in a micro-batch; K
+sampled tokens that the micro-batch predicts.
 """
 
 import startup  # noqa: F401

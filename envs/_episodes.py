@@ -227,8 +227,9 @@ class EpisodeQueue(RolloutQueue):
                 return
             result = self._check_reset(episode, raw) if response is None else self._encode_observation(episode, raw)
         except ENV_EXCEPTIONS as error:
-            line = self._line(episode, f"raised {describe_error(error)}")
-            trace = "" if isinstance(error, UserError) else users_traceback(error)
+            ours = isinstance(error, UserError)
+            line = self._line(episode, str(error) if ours else f"raised {describe_error(error)}")
+            trace = "" if ours else users_traceback(error)
             result = RewardFailure("errors", type(error).__name__, line, trace)
         with self.changed:
             self.results[episode] = result
@@ -250,7 +251,7 @@ class EpisodeQueue(RolloutQueue):
 
     def _encode_observation(self, episode: Episode, obs: Any) -> EncodedObservation:
         """Return an observation as tokens and patches. Raise UserError if it is invalid."""
-        need(isinstance(obs, Observation), f"step returned {type(obs).__name__}; expected an envs.Observation")
+        need(isinstance(obs, Observation), f"step returned {obs!r:.100}; return an envs.Observation")
         messages, images, videos = [], (), ()
         if obs.messages or not obs.done:
             messages, images, videos = validate_messages(obs.messages, obs.images, obs.videos)
@@ -416,7 +417,7 @@ class EpisodeQueue(RolloutQueue):
         r.finish_reason = "error" if self.cfg.env_errors == "drop" or not r.response else "stop"
 
     def report_failures(self) -> None:
-        """Print the first failure of each kind in full, then one line on all of them."""
+        """Print the first failure of each kind in full, then one line that counts all of them."""
         shown_kinds = self.environments.shown_kinds
         for failure in self.failed:
             if failure.what not in shown_kinds:
@@ -425,5 +426,5 @@ class EpisodeQueue(RolloutQueue):
         if self.failed:
             kinds = Counter(failure.what for failure in self.failed).most_common(3)
             kinds = ", ".join(f"{n} {what}" for what, n in kinds)
-            print(f"{len(self.failed)} of {len(self.episodes)} episodes failed ({kinds}), for example "
-                  f"{self.failed[0].line}; with --env-errors {self.cfg.env_errors} the run continues", file=sys.stderr)
+            print(f"{len(self.failed)} of {len(self.episodes)} episodes failed ({kinds}); with "
+                  f"--env-errors {self.cfg.env_errors} the run continues", file=sys.stderr)

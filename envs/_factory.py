@@ -17,7 +17,7 @@ from PIL import Image
 from envs import Environment
 from envs._gymnasium import GymnasiumAdapter
 from envs._threads import close_environment, event_loop, to_coroutine
-from errors import ErrorContext, UserError, as_user_error, need
+from errors import ErrorContext, UserError, as_user_error, nearest, need
 from prepare_data import Example, decode_image
 from rewards.functions import import_file
 from rollout import EnvConfig
@@ -95,7 +95,8 @@ def load_class(name: str) -> type:
         return env_class
     names = sorted(file.stem for file in Path(__file__).parent.glob("[!_]*.py"))
     need(name in names,
-         f"--env {name}: no such environment; give one of {', '.join(names)}, or FILE.py:CLASS, such as my.py:Zoom")
+         f"--env {name}: no such environment{nearest(name, names)}; give one of {', '.join(names)}, or FILE.py:CLASS, "
+         "such as my.py:Zoom")
     with as_user_error(ModuleNotFoundError, f"--env {name} needs a file that is not in this copy"):
         module = importlib.import_module(f"envs.{name}")
     [env_class] = [subclass for subclass in Environment.__subclasses__() if subclass.__module__ == module.__name__]

@@ -292,7 +292,8 @@ def check_disk_space(out: Path, keep: int, models: CheckpointModels) -> None:
     """Raise UserError if the disk cannot hold one more checkpoint; print a warning if it cannot hold `keep` and the one
     being written. Called before the first step, so that a run does not fail only at its first checkpoint."""
     needed, free = _disk_space(out, _state_dict(models))
-    need(needed <= free, f"--out {out}: disk full: a checkpoint needs {needed} bytes, {free} are free; free some")
+    need(needed <= free, f"--out {out}: disk full: a checkpoint needs {needed / 1e9:.3g} GB, {free / 1e9:.3g} are "
+         "free; free some")
     missing = needed * max(1, keep + 1 - len(list_checkpoints(out)))
     if free < missing:
         print0(f"--out {out}: {free / 2**30:.3g} GiB are free, but --keep {keep} needs {missing / 2**30:.3g} GiB more")
@@ -350,7 +351,7 @@ def save_checkpoint(
     def fail(error: OSError) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         with report_write_errors(
-            out, f"--out {out}: the checkpoint of step {step} needs {_disk_space(out, state)[0]} bytes", remedy()
+            out, f"--out {out}: the checkpoint of step {step} needs {_disk_space(out, state)[0] / 1e9:.3g} GB", remedy()
         ):
             raise error
 

@@ -339,7 +339,8 @@ class SkippedUpdates:
             write_text(path, json.dumps({"step": step, "in_a_row": self.in_a_row, "updates": updates}, indent=2) + "\n")
             tqdm.write(
                 f"warning: step {step} skipped {len(updates)} of its updates, {self.in_a_row} in a row (the run ends "
-                f"at {MAX_SKIPPED}): loss {last['loss']}, gradient norm {last['grad_norm']}; prompts are in {path}"
+                f"at {MAX_SKIPPED}): loss {last['loss']}, gradient norm {last['grad_norm']}; prompts are in {path}. "
+                "If this repeats, lower --lr"
             )
         if self.in_a_row >= MAX_SKIPPED:
             raise UserError(

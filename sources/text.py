@@ -44,6 +44,9 @@ def csv_records(file: File) -> Iterator[tuple[str, Record]]:
     csv.field_size_limit(MAX_ROW_BYTES)  # base64 cells
     reader = csv.reader(text_lines(file))
     columns = next(reader, [])
+    for mark in ";\t|":
+        need(len(columns) != 1 or mark not in columns[0], f"{file} line 1: one column, {columns[0]!r}; columns must be "
+             f"separated by commas, but these are by {mark!r}: save it as CSV with commas")
     try:
         for cells in reader:
             if len(cells) == len(columns):

@@ -543,7 +543,7 @@ def test_a_full_disk_is_named_and_loses_nothing(late, saved, small_disk, monkeyp
         first = iter([ROOT])
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(next(first, path)))
     free = usage(small_disk).free
-    message = rf"--out {out}: the checkpoint of step 4 needs 38\d{{5}} bytes: no space left .* \({free} bytes free\)"
+    message = rf"--out {out}: .* step 4 needs 0.0038\d GB: no space left .* \({free / 1e9:.3g} GB free\)"
     with pytest.raises(UserError, match=f"{message}; continue from {step_dir(out, 2)} with --resume auto"):
         C.save_checkpoint(out, 4, {"policy": (policy, optimizer)}, 2)
     assert list_names(out) == ["step_000002"] and C.find_damage(step_dir(out, 2)) is None

@@ -627,7 +627,7 @@ def grade_first_batch(rollouts, *others, grader=None):
 
 def test_an_environment_that_never_worked_ends_the_run_unless_it_worked_in_another_process(loaded):
     rollouts, _ = play(loaded, "qwen2_5_vl", [3], kind=ReturnsNone)
-    never = "all responses of the first batch failed, such as row 'u0': --env here raised UserError: step returned None"
+    never = "such as row 'u0': --env here step returned None; return an envs.Observation; fix this"
     for others in ([], [["theirs"]], [[]]):  # [[]]: an evaluation with fewer rows than processes
         with pytest.raises(UserError, match=never):
             grade_first_batch(rollouts, *others)

@@ -10,6 +10,7 @@ pytest tests/test_install.py
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -99,6 +100,80 @@ def test_the_dockerfile_installs_as_the_makefile_does():
         assert file in copied
     cuda = re.search(r"^FROM nvidia/cuda:(\d+\.\d+)\.\d+-devel-", DOCKERFILE, re.M)[1]
     assert f"built for CUDA {cuda}," in (ROOT / "docs" / "hardware.md").read_text()
+
+
+@pytest.mark.parametrize("uv,arguments,installer", [
+    (True, "", "uv pip install --quiet --torch-backend auto --python v/bin/python"),
+    (True, "UV=", "v/bin/python -m pip install --quiet"),
+    (False, "PIP_FLAGS=--pre", "v/bin/python -m pip install --quiet --disable-pip-version-check --pre"),
+])  # fmt: skip
+def test_make_installs_with_uv_or_pip_and_says_the_size_first(uv, arguments, installer, tmp_path):
+    for name in ("sh", "python3", "grep", "make", "uname", *["uv"] * uv):
+        (tmp_path / name).symlink_to(shutil.which(name) or "/bin/true")
+    command = ["make", "--dry-run", "VENV=v", "v/.run", *arguments.split()]
+    lines = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True)
+    python, size, *notes, _, torch, rest, _ = lines.stdout.replace("\\\n", "").splitlines()
+    assert "(3, 11)" in python and "0.4 GB" in size and torch.startswith(installer) and rest.startswith(installer)
+    assert "torch==" in torch and rest.endswith("-r requirements.txt") and len(notes) == (arguments == "UV=")
+
+
+@pytest.mark.parametrize("version", [(2, 7), (3, 10), (3, 15), (3, 11), (3, 14)])
+def test_make_refuses_an_unsupported_python_in_one_line(version, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh
+[ "$1" = -c ] || exit 7
+exec {sys.executable} -c "import sys; sys.version_info = {(*version, 0)}; exec(sys.argv[1])" "$2"
+""")
+    python.chmod(0o755)
+    command = ["make", f"PYTHON={python}", f"VENV={tmp_path}/v", f"{tmp_path}/v/.run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    refused = f"error: {python} is Python {version[0]}.{version[1]}, but 3.11 to 3.14 is needed; pass another"
+    assert (refused in done.stderr) == (version not in [(3, 11), (3, 14)]) and "Traceback" not in done.stderr
+    assert ("Download" in done.stdout) != (refused in done.stderr)
+
+
+def make_packages(folder, versions):
+    """Write metadata of installed packages, and empty modules, to a folder for PYTHONPATH."""
+    for name, version in versions.items():
+        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / f"{name}.py").touch()
+    return folder
+
+
+REQUIRED = {r.name: str(r.specifier).removeprefix("==") for r in read_requirements("requirements.txt")}
+
+
+@pytest.mark.parametrize("versions,message", [
+    ({}, "error: torch is not installed for "),
+    ({k: v for k, v in REQUIRED.items() if k != "tqdm"}, "error: tqdm is not installed for "),
+    (REQUIRED | {"torch": "1.0", "numpy": "2.4"}, f"note: untested versions: torch 1.0 instead of {REQUIRED['torch']}, "
+     f"numpy 2.4 instead of {REQUIRED['numpy']}; if this fails, activate"),
+    (REQUIRED | {"torch": REQUIRED["torch"] + "+cpu"}, ""),
+])  # fmt: skip
+@pytest.mark.parametrize("script", ["train.py", "eval.py", "prepare_data.py", "merge_lora.py", "demo.py"])
+def test_scripts_name_packages_that_are_missing_or_untested_in_one_line(script, versions, message, tmp_path):
+    env = os.environ | {"PYTHONPATH": str(make_packages(tmp_path, versions))}
+    command = [sys.executable, "-S", "-B", script, *["--plan"] * (script == "train.py")]
+    lines = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True).stderr.splitlines()
+    assert lines[0].startswith(message or "Traceback")
+    assert len(lines) == 1 or not message.startswith("error")  # the packages of this test are empty modules
+
+
+@pytest.mark.parametrize("rank,argv", [("1", ""), ("0", "else.py")])
+def test_only_the_first_rank_of_a_script_checks_packages(rank, argv, tmp_path):
+    (tmp_path / "else.py").write_text("import startup")
+    env = os.environ | {"RANK": rank, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-S", "-B", tmp_path / argv if argv else "train.py"]
+    error = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True).stderr
+    assert "is not installed" not in error
+
+
+def test_an_old_python_is_refused_in_one_line():
+    code = "import sys; sys.version_info = (3, 10, 1); import startup"
+    error = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True).stderr
+    assert re.fullmatch(r"error: \S+ is Python [\d.]+, but 3.11 to 3.14 is needed; activate .*\n", error)
 
 
 def test_the_image_has_all_tracked_files_and_no_ignored_ones():

@@ -1286,7 +1286,7 @@ def test_full_and_read_only_disks_are_reported_in_one_line(tmp_path, small_disk,
     big = save(
         tmp_path / "big.parquet", [verl_row(0, images=[{"bytes": encode(Image.fromarray(noise)), "path": None}])]
     )
-    with pytest.raises(UserError, match=r"no space left for .*disk.*bytes free\)") as e:
+    with pytest.raises(UserError, match=r"no space left for .*disk.*GB free\)") as e:
         run("parquet", "--input", big, "--out", small_disk / "o.parquet")
     assert not list(small_disk.iterdir()) and "\n" not in str(e.value)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
@@ -1410,3 +1410,25 @@ def test_values_that_python_cannot_hold_are_bad_rows(tmp_path, capsys):
     run("csv", "--input", source, "--data-source", "t", "--out", tmp_path / "o.parquet", "--bad-rows", "skip")
     output = capsys.readouterr().out
     assert "wrote 1 row " in output and "line 2: image 0 '[[[[" in output and "line 4: text is not UTF-8" in output
+
+
+@pytest.mark.parametrize("argv,text,message", [
+    ("rows.csv --out o.parquet", "", "rows.csv is in the place of SOURCE; pass SOURCE --input rows.csv --out"),
+    ("someone/dataset", "", "someone/dataset is in the place of SOURCE; pass SOURCE --input someone/dataset"),
+    ("vga --input rows.csv", "", "(did you mean vqa?)"),
+    ("vqa --input rows.csv --out o.parquet", "image;question;answer\na;b;c\n", "by commas, but these are by ';'"),
+    ("csv --input rows.csv --out o.parquet", "prompt\tground_truth\na\tb\n", "by commas, but these are by '\\t'"),
+    ("vqa --input rows.csv --out o.parquet", "question,answer\na,b\n",
+     "Correct --image-key, or pass --image-key '' for rows without images"),
+])  # fmt: skip
+def test_mistakes_that_get_a_remedy(argv, text, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").write_text(text)
+    try:
+        pd.main(pd.parse_args(argv.split()))
+    except UserError as error:
+        assert message in str(error)
+    except SystemExit as stop:
+        assert stop.code == 2 and message in capsys.readouterr().err
+    else:
+        raise AssertionError("no error")

@@ -708,7 +708,7 @@ def test_a_full_disk_is_reported_and_leaves_no_files(connect, tmp_path, monkeypa
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(engines.sync, "save_file", save)
-    with pytest.raises(UserError, match="^--sync disk: no space left for .*bytes free"):
+    with pytest.raises(UserError, match="^--sync disk: no space left for .*GB free"):
         run_sync(engine, 2.0)
     assert not list((tmp_path / "sync").iterdir())
 

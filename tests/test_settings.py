@@ -5,6 +5,8 @@ import re
 from dataclasses import FrozenInstanceError, asdict, dataclass, fields
 from itertools import chain
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import grpo
@@ -203,7 +205,43 @@ def test_an_unknown_flag_is_the_only_error_and_gets_a_suggestion(capsys):
     assert error.endswith("; see train.py --help\n")
     assert "--no-freeze" in parse_error(capsys, "--no-freez")
     assert parse_error(capsys, "--zzzzzzzz") == "error: unknown flag --zzzzzzzz; see train.py --help\n"
+    assert parse_error(capsys, "-lr", "3") == "error: unknown flag -lr; use --lr; see train.py --help\n"
+    source = parse_error(capsys, "--source", "x")  # an argument that takes no flag
+    assert source.startswith("error: unknown flag --source; pass the value without it: train.py SOURCE [flags]; see ")
     assert "--warmup" in parse_error(capsys, "--warmup", "1")  # not taken as short for --warmup-steps
+
+
+@pytest.mark.parametrize("argv,remedy", [
+    ("--epochs 3", "= 3 x rows / 16; {file} has 50 rows: --steps 9;"),
+    ("--num-train-epochs=2 --prompts-per-step 8", "= 2 x rows / 8; {file} has 50 rows: --steps 12;"),
+    ("--trainer.total_epochs 1.5 --prompts-per-step=10", "= 1.5 x rows / 10; {file} has 50 rows: --steps 8;"),
+    ("trainer.total-epochs=1", "= 1 x rows / 16; {file} has 50 rows: --steps 3;"),
+    ("--algo-args num_epochs=4", "= 4 x rows / 16; {file} has 50 rows: --steps 12;"),
+    ("--Max_Epochs", "= N x rows / 16;"),
+    ("--epochs 2 --data none.parquet", "= 2 x rows / 16;"),
+    ("--epochs 2 --prompts-per-step 0", "= 2 x rows / 0;"),
+    ("--max_steps 7", "; use --steps;"),
+    ("trainer.total_training_steps=7", "; use --steps;"),
+    ("--actor.ppo-epochs 2", "; use --update-epochs;"),
+])  # fmt: skip
+def test_lengths_of_runs_by_other_tools_names(argv, remedy, capsys, tmp_path):
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"x": range(50)}), file)
+    with pytest.raises(SystemExit):
+        train.parse_args(["--model", "m", "--out", "o", "--data", str(file), *argv.split()])
+    error = capsys.readouterr().err
+    assert remedy.format(file=file) in error and ("--update-epochs" in error) == ("ppo" in argv)
+    assert error.count("\n") == 1 and ("--steps" in error) != ("ppo" in argv)
+
+
+@pytest.mark.parametrize("line,remedy", [
+    ("epochs = 3", "epochs; for epochs of the data use --steps"),
+    ("[trainer]\nmax-steps = 3", "max-steps; use --steps"),
+])  # fmt: skip
+def test_a_config_file_with_such_a_name_is_refused(line, remedy, tmp_path):
+    (tmp_path / "c.toml").write_text(line)
+    with pytest.raises(UserError, match=f"unknown setting {remedy}"):
+        load_config_file(str(tmp_path / "c.toml"), fields(grpo.Algorithm))
 
 
 def test_other_errors_are_one_line_too(capsys):

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from errors import describe_error, need
+from errors import describe_error, nearest, need
 from prepare_data import Example, decode_image
 from report.page.thumbnails import shown_images
 
@@ -29,7 +29,7 @@ FINISH_SECONDS = 300.0  # time limit for sending the remaining data; unsent data
 def check_trackers(names: Sequence[str]) -> None:
     """Raise UserError if a tracker is unknown or not installed."""
     for name in names:
-        need(name in TRACKERS, f"--report-to {name}: must be one of {', '.join(TRACKERS)}")
+        need(name in TRACKERS, f"--report-to {name}: must be one of {', '.join(TRACKERS)}{nearest(name, TRACKERS)}")
         need(importlib.util.find_spec(name), f"--report-to {name}: {name} is not installed; pip install {name}, or "
              "leave the flag out")  # fmt: skip
 
