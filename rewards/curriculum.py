@@ -36,10 +36,8 @@ from utils import derive_seed, print0
 
 SOLVE_RATE_WEIGHT = 0.25  # weight of the newest group in an example's running solve rate, once there are four groups
 SOLVED_KEY = "solved"
-LEAST_VARIANCE = 0.01  # added to p (1 - p), so that solved and hopeless examples are tried again
 FILTER_BOUNDS = {"least", "most"}
-STAGE_KEYS = {"name": str, "from": int, "where": dict, SOLVED_KEY: dict, "order": str, "mix": dict,
-              "variance": float, "reward": dict}
+STAGE_KEYS = {"name": str, "from": int, "where": dict, SOLVED_KEY: dict, "mix": dict, "reward": dict}
 
 
 @dataclass(frozen=True)
@@ -52,25 +50,13 @@ class CurriculumStageConfig:
     first_step: int
     where: Mapping[str, Any]
     solved: Mapping[str, float]
-    order: str
     mix: Mapping[str, float]
-    variance: float
     reward: Mapping[str, Mapping[str, Any]]  # options by task
 
     @property
     def stage(self) -> CurriculumStage:
         """The stage that is passed to rewards."""
         return CurriculumStage(self.name, self.number, self.reward)
-
-    @property
-    def column(self) -> str:
-        """The sort key in `order`: a column, or SOLVED_KEY; "" without an order."""
-        return self.order.removeprefix("-")
-
-    @property
-    def needs_solve_rates(self) -> bool:
-        """True if the stage needs the running solve rates."""
-        return bool(self.solved) or self.column == SOLVED_KEY
 
 
 def read_stages(file: str) -> list[CurriculumStageConfig]:
@@ -99,8 +85,7 @@ def parse_stage(table: Any, number: int, label: str) -> CurriculumStageConfig:
     unknown = sorted(set(table) - set(STAGE_KEYS))
     need(not unknown, f"{label} has unknown keys: {', '.join(unknown)}; known: {', '.join(STAGE_KEYS)}")
     for key, value in table.items():
-        right_type = is_finite_number(value) if STAGE_KEYS[key] is float else type(value) is STAGE_KEYS[key]
-        need(right_type, f"{label}: {key} is {value!r}, expected type {STAGE_KEYS[key].__name__}")
+        need(type(value) is STAGE_KEYS[key], f"{label}: {key} is {value!r}, expected type {STAGE_KEYS[key].__name__}")
     stage = CurriculumStageConfig(
         number, label, *(table.get(key, value_type()) for key, value_type in STAGE_KEYS.items())
     )
@@ -112,7 +97,6 @@ def parse_stage(table: Any, number: int, label: str) -> CurriculumStageConfig:
     need(0 <= least <= most <= 1, f"{label}: solved is {stage.solved}, expected shares from 0 to 1, least below most")
     is_valid = all(is_finite_number(share) and share > 0 for share in stage.mix.values())
     need(is_valid, f"{label}: mix is {stage.mix}, expected a share above 0 for each task")
-    need(0 <= stage.variance <= 1, f"{label}: variance is {stage.variance}, expected a share from 0 to 1")
     is_valid = all(isinstance(options, dict) for options in stage.reward.values())
     need(is_valid, f"{label}: reward is {stage.reward}, expected a table of options for each task")
     return stage
@@ -148,8 +132,7 @@ class Curriculum(DataOrder):
     def _shares(self, config: CurriculumStageConfig) -> list[tuple[list[int], int]]:
         """Return the example indices of each task of a stage, and how many of them go in a batch."""
         label, tasks = config.label, [task_name(example.data_source) for example in self.examples]
-        by_column = config.order and config.column != SOLVED_KEY
-        for column in (*config.where, *([config.column] if by_column else [])):
+        for column in config.where:
             need(column == "data_source" or any(column in example.extra for example in self.examples),
                  f"{label}: no example has a column {column!r} in its extra_info")
         for task in config.reward:
@@ -158,13 +141,6 @@ class Curriculum(DataOrder):
             i for i, example in enumerate(self.examples)
             if all(matches(column_value(example, column), condition) for column, condition in config.where.items())
         ]  # fmt: skip
-        if by_column:  # the sort is stable: equal values keep the order of the data
-            values = {i: column_value(self.examples[i], config.column) for i in chosen}
-            for i, value in values.items():
-                row = f"example {self.examples[i].uid!r} has {value!r} there, expected a finite number"
-                need(is_finite_number(value), f"{label}: order {config.order!r}: {row}")
-            sign = -1 if config.order.startswith("-") else 1
-            chosen.sort(key=lambda i: sign * values[i])
         shares = []
         for task, n in split_proportionally(self.per_step, config.mix or {"": 1.0}).items():
             members = [i for i in chosen if task in ("", tasks[i])]
@@ -203,78 +179,49 @@ class Curriculum(DataOrder):
         `in_flight`: the uids that are being sampled, if batches are sampled before the solve rates of earlier ones are
         known (else None). A stage with solve rates takes these examples last."""
         number = self.stage_index(step)
-        config, chosen, rates = self.configs[number], [], state.get("rates", {})
-        for members, size in self.shares[number]:
-            n_drawn = round(config.variance * size)
-            batches = [self._ordered_batch(config, members, size - n_drawn, position, at, state, in_flight)
-                       for at in range(index + 1)]  # fmt: skip
-            chosen += batches[index]
-            if n_drawn:
-                draws, taken = self._draw_by_variance(members, position, rates), set()
-                draws.sort(key=lambda i: self.examples[i].uid in (in_flight or ()))  # stable: keeps their order
-                for batch in batches:  # if possible, no batch draws what an earlier one of the step has
-                    taken |= set(batch)
-                    free = sorted((i for i in draws if i not in batch), key=lambda i: i in taken)
-                    taken |= set(drawn := free[:n_drawn])
-                chosen += drawn
-        return [self.examples[i] for i in chosen]
+        chosen = [self._take(self.configs[number], members, n, position, index, state, in_flight)
+                  for members, n in self.shares[number]]
+        return [self.examples[i] for i in chain.from_iterable(chosen)]
 
-    def _ordered_batch(
+    def _take(
         self, config: CurriculumStageConfig, members: list[int], n: int, position: int, index: int,
         state: CurriculumState, in_flight: Collection[str] | None,
     ) -> list[int]:  # fmt: skip
-        """Return the n example indices of a batch that are taken in the stage's order."""
-        start = 0
-        if config.needs_solve_rates:
-            start = index * n if in_flight is None else 0
-            members = self._select_by_solve_rate(config, members, position, state.get("rates", {}))
-            members.sort(key=lambda i: self.examples[i].uid in (in_flight or ()))  # stable: keeps their order
-        elif config.order:
-            start = (position + index - state.get("began", 0)) * n
-        else:
-            members = [members[k] for k in shuffled_batch(position + index, len(members), max(n, 1), self.seed)]
+        """Return the n example indices of a batch, from those of a task or of the whole stage."""
+        if not config.solved:
+            return [members[k] for k in shuffled_batch(position + index, len(members), n, self.seed)]
+        start = index * n if in_flight is None else 0
+        members = self._select_by_solve_rate(config, members, position, state.get("rates", {}))
+        members.sort(key=lambda i: self.examples[i].uid in (in_flight or ()))  # stable: keeps their order
         return [members[(start + k) % len(members)] for k in range(n)]
 
     def _select_by_solve_rate(
         self, config: CurriculumStageConfig, members: list[int], position: int, rates: dict
     ) -> list[int]:
         """Sort example indices by their distance to the stage's range of solve rates, then by how often they were
-        tried, then by the stage's `order`. The remaining ties are shuffled."""
+        tried. Ties are shuffled."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", position))
         ties = torch.randperm(len(members), generator=generator).tolist()
         least, most = config.solved.get("least", 0.0), config.solved.get("most", 1.0)
         keys = []
-        for index, (i, tie) in enumerate(zip(members, ties, strict=True)):
+        for i, tie in zip(members, ties, strict=True):
             rate, tries = rates.get(self.examples[i].uid, (0.0, 0))
             distance = max(least - rate, rate - most, 0.0) if tries else 0.0
-            # with an order by a column, `members` are sorted already
-            rank = {SOLVED_KEY: rate, f"-{SOLVED_KEY}": -rate, "": 0}.get(config.order, index)
-            keys.append((distance, tries, rank, tie, i))
+            keys.append((distance, tries, tie, i))
         return [i for *_, i in sorted(keys)]
-
-    def _draw_by_variance(self, members: list[int], position: int, rates: dict) -> list[int]:
-        """Return the example indices in the order of draws without replacement, each in proportion to the variance
-        p (1 - p) of the rewards at its solve rate p, 1/2 if it was never tried (MMR1, arXiv:2509.21268)."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "variance", position))
-        solve_rates = torch.tensor([rates.get(self.examples[i].uid, (0.5, 0))[0] for i in members]).clamp(0, 1)
-        weights = solve_rates * (1 - solve_rates) + LEAST_VARIANCE
-        # the first of independent exponential times with these rates is a draw in proportion to them, the next as well
-        times = torch.empty(len(members)).exponential_(generator=generator) / weights
-        return [members[k] for k in times.argsort().tolist()]
 
     def after_step(
         self, state: CurriculumState, step: int, position: int, accuracy: Mapping[str, float]
     ) -> CurriculumState:
-        """Return the state after a step. `position` is that of the next step; `accuracy` is the mean accuracy of each
-        group of the step, by uid, and updates the solve rates if a stage needs them."""
-        began = position if self.stage_index(step + 1) != self.stage_index(step) else state.get("began", 0)
-        if not any(config.needs_solve_rates or config.variance for config in self.configs):
-            return {"began": began}
+        """Return the state after a step. `accuracy` is the mean accuracy of each group of the step, by uid, and updates
+        the solve rates if a stage needs them."""
+        if not any(config.solved for config in self.configs):
+            return {}
         updated = dict(state.get("rates", {}))
         for uid, newest in sorted(accuracy.items()):
             rate, tries = updated.get(uid, (newest, 0))
             updated[uid] = [rate + (newest - rate) * max(SOLVE_RATE_WEIGHT, 1 / (tries + 1)), tries + 1]
-        return {"began": began, "rates": updated}
+        return {"rates": updated}
 
     def metrics(self, step: int, state: CurriculumState) -> dict[str, float]:
         metrics = {"curriculum/stage": float(self.stage_index(step))}

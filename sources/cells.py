@@ -14,10 +14,12 @@ from errors import need
 EMPTY_VALUES = (None, "", [])
 CHOICE_COLUMNS = ("choices", "options")
 # A (MMBench), choice_a (SEED-Bench), option_B, optionC, choice_1
-LABEL_COLUMN = re.compile(r"(?:(?:choice|option|opt)[_ ]?([a-jA-J]|[0-9])|([A-J]))")
+LABEL_COLUMN = re.compile(r"(?:(?:choice|option|opt)[_ ]?([a-jA-J]|[0-9])|([A-J]|a[0-9]))")
 # "B. dog", "(B) dog", "B: dog"
 LETTERED = re.compile(r"\s*[(\[]?([A-Za-z])(?:[.):\]、．：]|[)\]][.:])\s*(\S.*)", re.DOTALL)
-NAMES_LETTERS = re.compile(r"\b(?:letters?|initials?|alphabet|characters?|vitamins?|notes?)\b", re.IGNORECASE)
+# a question about a letter; `Answer with the option's letter.` and `the letter of a choice` are none
+ASKS_LETTER = r"\b(?:what|which|whose)\b[^.?!\n]*(?<!option's )(?<!option )(?<!choice )\b(?:letters?|initials?|vitamins?|notes?)\b"
+ASKS_LETTER = re.compile(ASKS_LETTER + r"(?! (?:of|from|for|corresponding))", re.IGNORECASE)
 
 Choices = list[tuple[str, object]]  # (label: a capital letter, another label of the data, or "" if it has none; text)
 
@@ -100,7 +102,7 @@ def check_letter(example: Any) -> None:
         return
     letter, question = example.ground_truth.strip("()[]. ").upper(), "\n".join(m["content"] for m in example.messages)
     choices = [str(text).strip() for _, text in read_choices(example.extra)]
-    if NAMES_LETTERS.search(question) or choices and all(choice in question for choice in choices):
+    if ASKS_LETTER.search(question) or choices and all(choice in question for choice in choices):
         return
     marked = re.search(rf"(?<![A-Za-z0-9'])[(\[]?{letter}[.):\]、．：]", question, re.IGNORECASE)
     named = re.search(rf"(?<![A-Za-z0-9']){letter}(?![A-Za-z0-9']){' (?![a-z])' if letter == 'A' else ''}", question)

@@ -21,13 +21,13 @@ pytestmark = complete  # DELETABLE does not describe a copy that lacks parts
 # Flags that need a deleted part, with the file that the error names
 REFUSED = {
     "algorithms": {},
-    "envs": {"--env calculator": "envs/_factory"},
+    "envs": {"--env look_closer": "envs/_factory"},
     "servers": {"--rollout server --servers http://127.0.0.1:1": "engines/server"},
     "vllm": {"--rollout vllm": "engines/vllm"},
     "judge": {"--judge-url http://127.0.0.1:1": "rewards/judge"},
     "curriculum": {"--curriculum stages.toml": "rewards/curriculum"},
     "pages": {"--report-to tensorboard": "report/page/trackers"},
-    "tasks": {"--env calculator": "--env calculator needs a file"},
+    "tasks": {"--env look_closer": "--env look_closer needs a file"},
     "tensor parallelism": {},
     "sampling ahead": {"--async-steps 1": "engines/ahead"},
     "replayed experts": {"--replay-experts": "layers/experts"},

@@ -125,7 +125,7 @@ def test_true_answers_earn_the_reward_and_the_most_frequent_ones_mostly_do_not()
 
 # --- all tasks whose file draws scenes ----------------------------------------------------------------------------
 
-ENVS = ("calculator", "guess_the_place", "look_closer")  # for these, only last responses are graded here
+ENVS = ("look_closer",)  # for these, only last responses are graded here
 TASKS = ("caption", "digits", "geo3k", "geospot", "motion", "nlvr2", "shapes", "shortcut", "vqa", *ENVS)
 
 

@@ -74,7 +74,7 @@ def test_a_tied_head_with_its_own_weights_is_refused(tmp_path):
     save_file(weights | {"lm_head.weight": weights[embedding] + 1}, file, metadata={"format": "pt"})
     path = str(tmp_path / "toy")
     cfg = E.parse_args([path, "--data", "-", "--out", "-", "--rollout", "hf"])
-    with pytest.raises(UserError, match="toy: the engine has weights that the model does not provide; .*tie the head"):
+    with pytest.raises(UserError, match="toy: its config.json ties the head"):
         E.load_engine(
             cfg, path, M.Processor(path), ExampleList([], [0]), None, DistContext(0, 1, torch.device("cpu"))
         )
@@ -500,7 +500,7 @@ def test_training_evaluates_every_example_once(tp, toys, tmp_path):
     (["TOY", "--baseline", "nobody/nothing"], "--baseline 'nobody/nothing'"),
     (["TOY", "--max-prompt-tokens", "5"], "no usable prompts: 10 over --max-prompt-tokens 5, 0 with special tokens"),
     (["TOY", "--group-by", "level"], "--group-by level: no such column in"),
-    (["TOY", "--env", "calculator", "--ablate", "none"], "use --ablate blank"),
+    (["TOY", "--env", "look_closer", "--ablate", "none"], "use --ablate blank"),
     (["EMPTY_RUN"], "without a complete checkpoint"),
     (["CODE"], "this model needs custom code"),
 ])

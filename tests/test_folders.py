@@ -93,7 +93,7 @@ def test_a_folder_cannot_name_code_servers_or_secrets(command, name, value, tmp_
 @pytest.mark.parametrize("command", ["train", "eval"], indirect=True)
 def test_harmless_settings_are_inherited_from_a_folder(command, tmp_path):
     (tmp_path / "stages.toml").write_text("")
-    args = {"env": "calculator", "env_settings": ["cost=0.5"], "curriculum": str(tmp_path / "stages.toml")}
+    args = {"env": "look_closer", "env_settings": ["cost=0.5"], "curriculum": str(tmp_path / "stages.toml")}
     args |= {"judge": ["weight=0.5", "model=big"], "prompt_key": "problem", "image_root": str(tmp_path)}
     args |= {"vllm": ["gpu_memory_utilization=0.5", "enforce_eager=true"], "report_to": ["tensorboard"]}
     run_folder(tmp_path, **args)

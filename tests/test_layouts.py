@@ -183,7 +183,7 @@ def test_a_hub_dataset_is_refused_with_the_command_that_converts_it(tmp_path):
     file = write_table(tmp_path / "s.parquet", scienceqa_rows([0], ["West"]))
     with pytest.raises(UserError, match="no column 'prompt'; it has image, .* Correct --prompt-key; rows of image"):
         read_examples(file, DataConfig(data=""))
-    with pytest.raises(UserError, match="no column 'images'; it has .* Correct --image-key; .* prepare_data.py vqa"):
+    with pytest.raises(UserError, match="no column 'images'; it has .* Correct --image-key.* prepare_data.py vqa"):
         read_examples(file, DataConfig(data="", prompt_key="question"))
 
 

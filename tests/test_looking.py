@@ -318,7 +318,7 @@ def test_mistakes_are_named_before_a_model_loads(quick, start, tmp_path, capsys)
     with pytest.raises(ValueError, match="--eval-ablate: no example of .*text.parquet has an image"):
         start("--eval-data", write_parquet(tmp_path / "text.parquet", text))
     with pytest.raises(ValueError, match="--eval-ablate: with --env only white images.* use --eval-ablate blank"):
-        start("--env", "calculator", "--max-prompt-tokens", 200)
+        start("--env", "look_closer", "--max-prompt-tokens", 900)
     assert "loading " not in capsys.readouterr().out
 
 

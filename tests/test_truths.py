@@ -19,7 +19,6 @@ from tasks import geometry, vqa
 PLACE = json.dumps({"country": "France", "lat": 48.85, "lon": 2.35})
 TRUTHS = {  # task -> ground truth, extra_info, number of images
     "geo3k": ("3", {}, 1),
-    "calculator": ("3", {}, 1),
     "vqa": ("red", {}, 1),
     "look_closer": ("red", {}, 1),
     "digits": ("3", {}, 1),
@@ -29,7 +28,6 @@ TRUTHS = {  # task -> ground truth, extra_info, number of images
     "nlvr2": ("True", {}, 2),
     "which": ("2", {}, 2),
     "geospot": (PLACE, {}, 1),
-    "guess_the_place": (PLACE, {}, 1),
     "caption": ("a red dog on grass", {}, 1),
 }
 WRAPS = ["<answer> {} </answer>", "<think>It is 4 or \\boxed{{5}}.</think>\n<answer>{}</answer>", "\\boxed{{{}}}"]
@@ -114,7 +112,6 @@ BAD = {  # task -> {ground truth that no answer can equal: part of the error}
     "geo3k": {"<answer> 3 <answer>": "", "The value is <b>3</b>": "neither mathematics nor plain words",
               "\\boxed{3}, \\boxed{4}": "", "see \\ref{fig:a} below": "", "\\frac{3": "braces do not match",
               "n/a": "holds no answer", "x" * 1500: "too long"},
-    "calculator": {"<answer> 3": ""},
     "vqa": {"\\boxed{3}, \\boxed{4}": "", "\\boxed{red": "", "...": "", "word " * 300: "", '["\\\\boxed{}", "."]': ""},
     "look_closer": {"...": ""},
     "digits": {"\\boxed{}": ""},
@@ -124,7 +121,6 @@ BAD = {  # task -> {ground truth that no answer can equal: part of the error}
     "nlvr2": {"maybe": "neither True nor False"},
     "which": {"7": "names none of its 2 images"},
     "geospot": {"Paris": "is not a JSON object", '{"country": ""}': "is not a JSON object"},
-    "guess_the_place": {"[]": "is not a JSON object"},
     "caption": {"...": "with a word in it", '{"references": []}': "with a word in it"},
 }  # fmt: skip
 
