@@ -8,9 +8,7 @@ A file for --curriculum, in TOML or JSON, has a list of stages. All keys but `fr
     where.answer_type = ["count"]       # examples with one of these values in a column of extra_info, or data_source
     where.difficulty = { most = 3 }     # examples with a number of at least `least` and at most `most`
     solved = { most = 0.9 }             # examples with a solve rate in this range, or that were never tried
-    order = "difficulty"                # sort instead of shuffling (-difficulty: descending; solved: hardest first)
     mix = { geo3k = 0.75, vqa = 0.25 }  # share of each task in a batch
-    variance = 0.5                      # share of a batch drawn by the variance p (1 - p) of the solve rate
     reward.geospot = { tolerance_km = 500 }  # options of a task's reward
 
 A task may define its own stages in the same form: `CURRICULUM` in its file, for runs without --curriculum.
@@ -21,7 +19,7 @@ import json
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any

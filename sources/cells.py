@@ -18,8 +18,8 @@ LABEL_COLUMN = re.compile(r"(?:(?:choice|option|opt)[_ ]?([a-jA-J]|[0-9])|([A-J]
 # "B. dog", "(B) dog", "B: dog"
 LETTERED = re.compile(r"\s*[(\[]?([A-Za-z])(?:[.):\]、．：]|[)\]][.:])\s*(\S.*)", re.DOTALL)
 # a question about a letter; `Answer with the option's letter.` and `the letter of a choice` are none
-ASKS_LETTER = r"\b(?:what|which|whose)\b[^.?!\n]*(?<!option's )(?<!option )(?<!choice )\b(?:letters?|initials?|vitamins?|notes?)\b"
-ASKS_LETTER = re.compile(ASKS_LETTER + r"(?! (?:of|from|for|corresponding))", re.IGNORECASE)
+ASKS_LETTER = r"\b(?:what|which|whose)\b[^.?!\n]*(?<!option's )(?<!option )(?<!choice )\b(?:letter|initial|vitamin)s?"
+ASKS_LETTER = re.compile(ASKS_LETTER + r"\b(?! (?:of|from|for|corresponding))", re.IGNORECASE)
 
 Choices = list[tuple[str, object]]  # (label: a capital letter, another label of the data, or "" if it has none; text)
 

@@ -96,14 +96,6 @@ def test_shares_are_integers_and_add_up():
             assert all(abs(a - b) < 1 for a, b in zip(parts.values(), exact, strict=True))
 
 
-@pytest.mark.parametrize("order", ["difficulty", "-difficulty"])
-def test_an_order_by_a_column_is_kept_and_repeats(tmp_path, order):
-    curriculum = make_curriculum(tmp_path, {"from": 0, "order": order})
-    first = [e.extra["difficulty"] for step in range(10) for e in curriculum.select_batch(step, step, 0, {})]
-    assert first == sorted(first, reverse=order.startswith("-")) and len(first) == 40
-    assert uids(curriculum.select_batch(11, 11, 0, {})) == uids(curriculum.select_batch(1, 1, 0, {}))
-
-
 def test_solved_examples_are_left_out_and_least_tried_ones_come_first(tmp_path):
     curriculum = make_curriculum(tmp_path, {"from": 0, "solved": {"least": 0.1, "most": 0.9}})
     state = {}
@@ -127,17 +119,8 @@ def test_if_too_few_are_left_those_nearest_to_the_bounds_fill_the_batch(tmp_path
     assert set(uids(curriculum.select_batch(0, 0, 0, {"rates": rates}))) == {"u0", "u1", "u2", "u3"}  # u3 has 0.6
 
 
-@pytest.mark.parametrize(("order", "first"), [("solved", {"u0", "u1"}), ("-solved", {"u6", "u7"})])
-def test_an_order_by_solve_rate_takes_the_extremes_of_equally_tried_examples(tmp_path, order, first):
-    curriculum = make_curriculum(tmp_path, {"from": 0, "order": order}, per_step=2, n=8)
-    rates = {f"u{i}": [i / 8, 2] for i in range(8)}
-    assert set(uids(curriculum.select_batch(5, 5, 0, {"rates": rates}))) == first
-    rates |= {uid: [rate, 3] for uid, (rate, _) in rates.items() if uid in first}
-    assert not first & set(uids(curriculum.select_batch(6, 6, 0, {"rates": rates})))
-
-
 def test_a_running_solve_rate_starts_as_a_mean_and_later_forgets(tmp_path):
-    curriculum = make_curriculum(tmp_path, {"from": 0, "order": "solved"})
+    curriculum = make_curriculum(tmp_path, {"from": 0, "solved": {"most": 1}})
     state = {}
     for accuracy in (1.0, 0.0, 0.5):
         state = curriculum.after_step(state, 0, 1, {"u1": accuracy})
@@ -147,8 +130,8 @@ def test_a_running_solve_rate_starts_as_a_mean_and_later_forgets(tmp_path):
     assert state["rates"]["u1"][0] > 0.99 and state["rates"]["u1"][1] == 23
 
 
-@pytest.mark.parametrize("stage", [{"order": "solved"}, {"order": "difficulty"}, {"solved": {"most": 0.9}}, {}])
-def test_batches_of_a_step_are_disjoint_and_an_order_starts_with_its_stage(tmp_path, stage):
+@pytest.mark.parametrize("stage", [{"solved": {"most": 0.9}}, {}])
+def test_batches_of_a_step_are_disjoint(tmp_path, stage):
     curriculum = make_curriculum(tmp_path, {"from": 0}, {"from": 3, **stage})
     rates = {f"u{i}": [i / 40, 1] for i in range(40)}
     state, position = {"rates": rates}, 0
@@ -161,83 +144,6 @@ def test_batches_of_a_step_are_disjoint_and_an_order_starts_with_its_stage(tmp_p
         assert len(set(drawn)) == len(drawn) == 4 * n_batches or step < 3
         position += n_batches
         state = curriculum.after_step(state, step, position, {}) | {"rates": rates}
-    if stage.get("order") == "difficulty":
-        assert [make_examples()[int(uid[1:])].extra["difficulty"] for uid in drawn] == [0] * 4 + [1] * 4 + [2] * 4
-    if stage.get("order") == "solved":
-        assert set(drawn) == {f"u{i}" for i in range(12)}
-
-
-@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
-def test_a_share_is_drawn_by_variance_and_the_rest_in_order(tmp_path, share):
-    """Frequencies against draws one by one: among what the order did not take, in proportion to p (1 - p) + 0.01."""
-    curriculum = make_curriculum(tmp_path, {"from": 0, "order": "difficulty", "variance": share}, n=12)
-    n_drawn = round(4 * share)
-    rates = {f"u{i}": [i / 8, 3] for i in range(9)}  # u9 to u11 were never tried: 1/2
-    p = {f"u{i}": i / 8 if i < 9 else 0.5 for i in range(12)}
-    first = [e.uid for e in sorted(make_examples(12), key=lambda e: e.extra["difficulty"])]
-    found, wanted, rng, n = Counter(), Counter(), random.Random(0), 4000
-    for position in range(n):
-        ordered = [first[(position * (4 - n_drawn) + k) % 12] for k in range(4 - n_drawn)]
-        batch = uids(curriculum.select_batch(0, position, 0, {"rates": rates}))
-        assert batch[: 4 - n_drawn] == ordered and len(set(batch)) == 4
-        found.update(batch[4 - n_drawn :])
-        others = [uid for uid in p if uid not in ordered]
-        for _ in range(n_drawn):
-            [uid] = rng.choices(others, [p[uid] * (1 - p[uid]) + 0.01 for uid in others])
-            others.remove(uid)
-            wanted[uid] += 1
-    assert sum(found.values()) == n * n_drawn
-    for uid in p:  # 4.5 standard deviations of a difference of two counts
-        assert abs(found[uid] - wanted[uid]) < 4.5 * math.sqrt(2 * max(wanted[uid], 10)), uid
-    assert found["u4"] > 4 * found["u0"] > 0 < found["u8"] and abs(found["u10"] - found["u4"]) < 0.3 * found["u4"]
-
-
-def test_draws_by_variance_repeat_and_keep_epochs_mixes_and_rates(tmp_path):
-    stage = {"from": 0, "variance": 0.5, "mix": {"shapes": 1, "geo3k": 1}}
-    state, batches, states = {}, [], []
-    curriculum = make_curriculum(tmp_path, stage, per_step=8)
-    for step in range(20):
-        states.append(json.loads(json.dumps(state)))  # as in a checkpoint
-        batch = curriculum.select_batch(step, step, 0, state)
-        assert Counter(e.data_source for e in batch) == {"shapes": 4, "hiyouga/geometry3k": 4}
-        batches.append(uids(batch))
-        assert len(set(batches[-1])) == 8
-        state = curriculum.after_step(state, step, step + 1, {uid: int(uid[1:]) % 2 / 2 for uid in batches[-1]})
-    assert state["rates"] and {rate for rate, _ in state["rates"].values()} == {0.0, 0.5}
-    ordered = [uid for batch in batches[:10] for part in (batch[:2], batch[4:6]) for uid in part]
-    assert len(set(ordered)) == 40  # each example once in an epoch, apart from the draws
-    for step in random.Random(0).sample(range(20), 20):  # as after --resume
-        resumed = make_curriculum(tmp_path, stage, per_step=8)
-        assert uids(resumed.select_batch(step, step, 0, states[step])) == batches[step]
-    other = make_curriculum(tmp_path, stage, per_step=8, seed=1)
-    assert uids(other.select_batch(19, 19, 0, states[19])) != batches[19]
-
-
-def test_the_batches_of_a_step_draw_different_examples(tmp_path):
-    """With dynamic sampling a step has several batches; a batch that finds no others left repeats some."""
-    curriculum = make_curriculum(tmp_path, {"from": 0, "variance": 1}, n=12)  # 1: TOML's for 1.0
-    for position in range(20):
-        step = [uids(curriculum.select_batch(0, position, index, {})) for index in range(4)]
-        assert len(set(sum(step[:3], []))) == 12 and len(set(step[3])) == 4
-    mixed = make_curriculum(tmp_path, {"from": 0, "variance": 0.5}, n=40)
-    for position in range(20):
-        step = sum((uids(mixed.select_batch(0, position, index, {})) for index in range(3)), [])
-        assert len(set(step[2:4] + step[6:8] + step[10:12])) == 6
-        assert not set(step[10:12]) & set(step[:10])  # nor does the last one draw what the others have
-
-
-def test_draws_by_variance_leave_out_what_is_in_flight_and_take_any_rate(tmp_path):
-    """Without an accuracy the solve rate is the mean of a total reward, which may be below 0 or above 1."""
-    curriculum = make_curriculum(tmp_path, {"from": 0, "variance": 1.0}, n=12)
-    rates = {"u0": [-3.0, 1], "u1": [7.5, 2], "u2": [0.5, 1]}
-    busy = {f"u{i}" for i in range(6)}
-    drawn = Counter()
-    for position in range(50):
-        assert not busy & set(uids(curriculum.select_batch(0, position, 0, {"rates": rates}, busy)))
-        drawn.update(uids(curriculum.select_batch(0, position, 0, {"rates": rates})))
-    assert drawn["u2"] > 3 * max(drawn["u0"], drawn["u1"])
-    tiny = make_curriculum(tmp_path, {"from": 0, "variance": 0.5, "solved": {"least": 0.1}}, n=4)  # every example
-    assert sorted(uids(tiny.select_batch(0, 0, 0, {"rates": rates}))) == ["u0", "u1", "u2", "u3"]
 
 
 def test_toml_and_json_files_are_equivalent(tmp_path):
@@ -272,16 +178,9 @@ WRONG = {
     "share": ({"stages": [{"from": 0, "mix": {"shapes": 0}}]}, "a share above 0"),
     "options": ({"stages": [{"from": 0, "reward": {"shapes": 3}}]}, "a table of options"),
     "column": ({"stages": [{"from": 0, "where": {"level": 3}}]}, "no example has a column 'level'"),
-    "order": ({"stages": [{"from": 0, "order": "answer_type"}]}, "example 'u0' has 'count' there"),
     "few": ({"stages": [{"from": 0, "where": {"difficulty": 99}}]}, "has 0 examples, but a batch needs 4"),
     "percent": ({"stages": [{"from": 0, "solved": {"least": 10, "most": 90}}]}, "shares from 0 to 1"),
     "turned": ({"stages": [{"from": 0, "solved": {"least": 0.9, "most": 0.1}}]}, "least below most"),
-    "variance": ({"stages": [{"from": 0, "variance": 1.5}]}, "stage 1: variance is 1.5, expected a share from 0 to 1"),
-    "no variance": ({"stages": [{"from": 0, "variance": -0.1}]}, "variance is -0.1, expected a share"),
-    "not a number": ({"stages": [{"from": 0, "variance": math.nan}]}, "variance is nan, expected type float"),
-    "half": ({"stages": [{"from": 0, "variance": "half"}]}, "variance is 'half', expected type float"),
-    "sign": ({"stages": [{"from": 0, "order": "--difficulty"}]}, "no example has a column '-difficulty'"),
-    "dash": ({"stages": [{"from": 0, "order": "-"}]}, "no example has a column ''"),
     "kind": ({"stages": [{"from": True}]}, "from is True, expected type int"),
     "infinite": ({"stages": [{"from": 0, "mix": {"shapes": math.inf}}]}, "a share above 0"),
     "no task": ({"stages": [{"from": 0, "mix": {"vqa": 1}}]}, "has 0 examples of task vqa"),
