@@ -39,6 +39,7 @@ from layers.vision import ImageInput, Patcher, VisionCache, vision_features
 from packing import MicroBatch
 from settings import REQUIRED, PixelConfig, flag_field
 from sources.content import IMAGE_PLACEHOLDER, MARK_PATTERN, VIDEO_PLACEHOLDER
+from sources.hub import offline_remedy
 from utils import copy_together
 
 # Linear layers of attention, MLPs and gated delta nets. Experts are not listed: they are one tensor, not linear layers
@@ -159,10 +160,11 @@ def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrain
 def _config_errors(path: str, problem: str, flag: str = "--model") -> Iterator[None]:
     """Raise a UserError in place of the errors of transformers' from_pretrained. All its calls have
     trust_remote_code=False, because by default it asks on the terminal whether to run a model's code."""
+    remedy = offline_remedy(path)
     try:
         yield
     except (OSError, ValueError, ImportError) as error:
-        message = f"{problem} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+        message = f"{problem} ({remedy or (str(error).strip() or type(error).__name__).splitlines()[0]})"
         if "trust_remote_code" in str(error):
             message = "this model needs custom code (auto_map), which is not supported; use a model without it"
         raise UserError(f"{flag} {path!r}: {message}") from error
@@ -597,7 +599,8 @@ def weight_files(path: str) -> list[Path]:
         need(not outside, f"--model {path!r}: {index} lists files outside its folder: {outside[:3]}; correct it")
     files = [cached(name) for name in names]
     missing = [name for name, file in zip(names, files, strict=True) if file is None]
-    need(not missing, f"--model {path!r}: {len(missing)} of {len(names)} weight files are missing: {missing[:3]}")
+    need(not missing, f"--model {path!r}: {len(missing)} of {len(names)} weight files are missing: {missing[:3]}"
+         f" {offline_remedy(path)}")
     return [Path(file) for file in files]
 
 

@@ -92,4 +92,7 @@ def download(hub_id: str, split: str) -> Path:
     with as_user_error((ImportError, OSError, ValueError), message):
         from huggingface_hub import snapshot_download
 
+        from sources.hub import offline_remedy
+
+        offline_remedy(hub_id)  # so that it fails at once
         return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=[shards, f"*/{shards}"]))
