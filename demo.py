@@ -424,8 +424,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     (out / ".demo").touch()
     cfg = replace(cfg, steps=10, see_steps=10, habit_steps=5) if short else cfg
     n_train, n_test = (cfg.rows[0] // 5, cfg.rows[1] // 4) if short else cfg.rows
-    names = "base start run final train.parquet test.parquet"
-    base, start, run, final, train, test = map(out.joinpath, names.split())
+    base, start, run, final, train, test = map(out.joinpath, "base start run final train.parquet test.parquet".split())
     seeded = ("--seed", seed)
     toy = ("prepare_data.py", task, "--toy", *seeded)
     run_commands(

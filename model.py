@@ -43,9 +43,7 @@ from sources.hub import offline_remedy
 from utils import copy_together
 
 # Linear layers of attention, MLPs and gated delta nets. Experts are not listed: they are one tensor, not linear layers
-PROJECTIONS = (
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkv", "in_proj_z", "out_proj"
-)  # fmt: skip
+PROJECTIONS = tuple("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj in_proj_qkv in_proj_z out_proj".split())
 # Tokens that stand for images and videos. The policy must not sample one of them: it would have no features.
 VISION_TOKEN_ID_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # in config
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -92,9 +90,8 @@ class ModelConfig(PixelConfig):
                             choices=("auto", "float32", "bfloat16"))
     master_dtype: str = flag_field("fp32", "dtype of weights and optimizer state; bf16 halves memory but loses small "
                                    "updates (harmless with LoRA)", choices=("fp32", "bf16"))
-    attn: str = flag_field("auto", "attention of the trainer: sdpa (any device), flex (GPU only), flash (GPU only, "
-                           "does not share prompts); auto: flex on a GPU, else sdpa",
-                           choices=("auto", *ATTENTION_BACKENDS))
+    attn: str = flag_field("auto", "attention in training: sdpa (any device), flex (GPU only), flash (GPU only, does "
+                           "not share prompts); auto: flex on a GPU, else sdpa", choices=("auto", *ATTENTION_BACKENDS))
     kernel: str = flag_field("auto", "implementation of the fused LM head and loss: triton (GPU) or plain torch; auto: "
                              "triton on a GPU if it is installed", choices=KERNELS)
     vision_cache_gb: float = flag_field(2.0, "GiB for cached image features of a frozen vision tower; 0: no cache",

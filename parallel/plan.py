@@ -336,9 +336,6 @@ def make_plan(cfg: Any, plan: PlanConfig, gpus: int, examples: Examples) -> dict
         """Return the largest gpu_memory_utilization that leaves room for what the trainer keeps on the GPU."""
         return math.floor(100 - 100 * (kind != "server") * sum(map(gib.get, AT_REST)) / gpu.gib) / 100
 
-    def fits(gib: dict[str, float]) -> bool:
-        return gib["total"] <= gpu.gib and (kind == "hf" or vllm_share(gib) * gpu.gib >= needed)
-
     gib, problems, flags = memory(), [], cfg.to_flags()
     largest = next((n for n in range(MAX_MICRO_TOKENS, 0, -1024) if memory(micro_tokens=n)["total"] <= gpu.gib), 0)
     tokens = min(max(largest, longest), cfg.optim.micro_tokens)
@@ -354,7 +351,8 @@ def make_plan(cfg: Any, plan: PlanConfig, gpus: int, examples: Examples) -> dict
     changes = {text: values for text, values in changes.items() if flags | values != flags}  # those not on yet
     changes["), ".join(changes)] = dict(ChainMap(*changes.values()))  # all together: a remedy if no single one is
     fixes = [f"{text}; the update then needs {after['total']:.1f})"
-             for text, values in changes.items() if fits(after := memory(**values))]  # fmt: skip
+             for text, values in changes.items() if (after := memory(**values))["total"] <= gpu.gib
+             and (kind == "hf" or vllm_share(after) * gpu.gib >= needed)]  # fmt: skip
     remedy = "Any one of: " + ", ".join(fixes[:-1]) if fixes[1:] else "Only together: " + fixes[0] if fixes else NO_FIX
     if gpu.name in WITHOUT_BF16:
         problems.append(f"{gpu.name} has no bf16, in which GPUs train and sample; use an NVIDIA Ampere GPU or newer")
@@ -365,12 +363,14 @@ def make_plan(cfg: Any, plan: PlanConfig, gpus: int, examples: Examples) -> dict
     rollout |= {"engine": gib["engine"] or ASLEEP_GIB, "engine_weights": engine["weights"] * with_vllm,
                 "kv_cache": engine["kv_cache"] * with_vllm}
     if with_vllm and not needed <= engine["limit"] <= free:
-        share = f"use --vllm gpu_memory_utilization={vllm_share(gib)}"
-        if vllm_share(gib) * gpu.gib < needed:
-            share = f"no gpu_memory_utilization fits; use tensor_parallel_size or servers. {remedy}"
+        share = vllm_share(gib)
+        if share * gpu.gib >= needed:
+            remedy = f"use --vllm gpu_memory_utilization={share}"
+        else:
+            remedy = f"no gpu_memory_utilization fits; use tensor_parallel_size or servers. {remedy}"
         problems.append(
             f"vLLM gets {engine['limit']:.1f} GiB. It needs {needed:.1f} (weights {engine['weights']:.1f}, buffers "
-            f"{ASLEEP_GIB:g}, a KV cache for {longest:,} tokens), and the trainer leaves {free:.1f}; {share}")
+            f"{ASLEEP_GIB:g}, a KV cache for {longest:,} tokens), and the trainer leaves {free:.1f}; {remedy}")
     rate = 1e12 * gpu.tflops * plan.training_efficiency
     seconds = {name: n / rate / gpus for name, n in flops.items() if name != "model"}
     seconds |= {"prefill": flops["prefill"] / rate / engine["gpus"], "decode": engine["seconds"]}

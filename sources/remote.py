@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from errors import UserError, as_user_error, describe_error, need
+from sources.hub import offline_remedy
 from sources.tables import ROW_SCHEMES, SPLITS, store_errors, url_scheme
 
 
@@ -91,8 +92,6 @@ def download(hub_id: str, split: str) -> Path:
     # the hub's errors are OSErrors; a malformed id is a ValueError
     with as_user_error((ImportError, OSError, ValueError), message):
         from huggingface_hub import snapshot_download
-
-        from sources.hub import offline_remedy
 
         offline_remedy(hub_id)  # so that it fails at once
         return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=[shards, f"*/{shards}"]))

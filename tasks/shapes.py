@@ -207,7 +207,7 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
 
 
 def alternate_types(
-    n: int, source: Iterator[Scene], kinds: Sequence[str], task: str
+    n: int, source: Iterator[Scene], kinds: Sequence[str], task: str = ""
 ) -> Iterator[tuple[list[bytes | Video], str, str, str]]:
     """Yield n times (images and videos, answer type, prompt, truth): one question per scene, no scene twice, the types
     in turn.

@@ -233,7 +233,7 @@ def test_a_function_that_does_not_tell_right_from_wrong_is_warned_of(name, load,
     assert error.count("\n") == (name in BLIND)
     if name in BLIND:
         assert f":{name} gives " in error and "warning: --reward" in error
-        assert "to the truth of row 'a', '3', and to the wrong answer '7' alike" in error
+        assert "to the truth of row 'a', '3', and to the wrong answer '7', in each form" in error
 
 
 @pytest.mark.parametrize("truth, warned", [
