@@ -353,7 +353,7 @@ def make_plan(cfg: Any, plan: PlanConfig, gpus: int, examples: Examples) -> dict
     fixes = [f"{text}; the update then needs {after['total']:.1f})"
              for text, values in changes.items() if (after := memory(**values))["total"] <= gpu.gib
              and (kind == "hf" or vllm_share(after) * gpu.gib >= needed)]  # fmt: skip
-    remedy = "Any one of: " + ", ".join(fixes[:-1]) if fixes[1:] else "Only together: " + fixes[0] if fixes else NO_FIX
+    remedy = "Any one of: " + ", ".join(fixes[:-1]) if fixes[1:] else "All of: " + fixes[0] if fixes else NO_FIX
     if gpu.name in WITHOUT_BF16:
         problems.append(f"{gpu.name} has no bf16, in which GPUs train and sample; use an NVIDIA Ampere GPU or newer")
     if gib["total"] > gpu.gib:

@@ -248,15 +248,12 @@ class Grader:
                          "or remove the options")
                     if key in self.functions or task in stage.options:
                         context = RewardContext(step=step, stage=stage)
-                        self._try_texts([ANSWER_FORMS[0].format(example.ground_truth)] * 2, example, context, "stop")
+                        text = ANSWER_FORMS[0].format(example.ground_truth)
+                        trial = [make_rollout_stub(example, text, context=context) for _ in range(2)]
+                        for response in trial:
+                            self.submit(response, judged=False)
+                        self.collect(trial, errors="stop")
                         self._warn_if_blind(task, example, context)
-
-    def _try_texts(self, texts: list[str], example: Any, context: RewardContext, errors: str) -> list[Any]:
-        """Return the named rewards of responses with these texts, without a judge's."""
-        trial = [make_rollout_stub(example, text, context=context) for text in texts]
-        for response in trial:
-            self.submit(response, judged=False)
-        return self.collect(trial, errors)
 
     def _warn_if_blind(self, task: str, example: Any, context: RewardContext) -> None:
         """Warn if a user's function gives the truth of a row and a wrong answer the same reward, in each form. It may
@@ -264,8 +261,9 @@ class Grader:
         truth, wrong = example.ground_truth, self.wrong.get(task, "?")
         if self.has_environment or not self.functions.keys() >= {*self.keys(example)} or str(truth or "")[:1] in "{[":
             return
-        texts = [form.format(answer) for form in ANSWER_FORMS for answer in (truth, wrong)]
-        rewards = [graded["reward"] for graded in self._try_texts(texts, example, context, "ignore")]
+        texts = (form.format(answer) for form in ANSWER_FORMS for answer in (truth, wrong))
+        responses = [make_rollout_stub(example, text, context=context) for text in texts]
+        rewards = [graded["reward"] for graded in self.collect(responses, errors="ignore")]
         if rewards[::2] == rewards[1::2]:
             self._print(f"warning: --reward {self.function_key(example)} gives {rewards[0]:g} to the truth of row "
                         f"{example.uid!r}, {truth!r}, and to the wrong answer {wrong!r}, in each form that was tried "

@@ -188,7 +188,7 @@ def test_what_does_not_fit_has_a_line_with_what_helps(tmp_path):
     assert plan_of(tmp_path, *flags, "--micro-tokens", p["max_micro_tokens"])["problems"] == []
     assert plan_of(tmp_path, *flags, "--gradient-checkpointing")["problems"] == []
     update, no_engine = plan_of(tmp_path, "--gpu", "a10", "--gpus", 1)["problems"]
-    needed = float(re.search("Only together: .*; the update then needs ([0-9.]+)\\)$", update)[1])
+    needed = float(re.search("All of: .*; the update then needs ([0-9.]+)\\)$", update)[1])
     assert "no gpu_memory_utilization fits" in no_engine
     combined = re.findall(r"(--[^(]+) \(", update)
     fitting = plan_of(tmp_path, "--gpu", "a10", "--gpus", 1, *" ".join(combined).split())
