@@ -74,6 +74,7 @@ class DemoConfig:
     steps: int = 60  # RL steps
     train_vision: str = "none"  # the part of the vision tower that RL trains; values as for train.py --train-vision
     eval_every: int = 10  # RL steps between evaluations
+    rows: tuple[int, int] = (2000, 400)  # for training and test, each with an image of its own
     ablate: tuple[str, ...] = ("blank",)  # what the final evaluation takes away; values as for eval.py --ablate
 
 
@@ -318,7 +319,8 @@ def warm_start(
     hf = load_hf(str(model))
     policy = Policy(hf, processor, train_vision="all")
     packer = Packer(1280, processor.image_token_id)
-    source = get_task_module(task).scenes("warm", derive_seed(seed, ctx.rank))
+    # scenes that end are repeated
+    source = chain.from_iterable(iter(lambda: get_task_module(task).scenes("warm", derive_seed(seed, ctx.rank)), None))
     most_frequent = most_frequent_replies(task)
     rng = random.Random(derive_seed(seed, "lazy", ctx.rank))
     env_factory = make_env_factory(demo_env_config(task))
@@ -423,9 +425,8 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     out.mkdir(parents=True)
     (out / ".demo").touch()
     cfg = replace(cfg, steps=10, see_steps=10, habit_steps=5) if short else cfg
-    n_train, n_test = (400, 100) if short else (2000, 400)
-    base, start, run, final = (out / name for name in ("base", "start", "run", "final"))
-    train, test = out / "train.parquet", out / "test.parquet"
+    n_train, n_test = (cfg.rows[0] // 5, cfg.rows[1] // 4) if short else cfg.rows
+    base, start, run, final, train, test = map(out.joinpath, "base start run final train.parquet test.parquet".split())
     seeded = ("--seed", seed)
     toy = ("prepare_data.py", task, "--toy", *seeded)
     run_commands(

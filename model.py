@@ -42,12 +42,11 @@ from layers.vision import ImageInput, Patcher, VisionCache, vision_features
 from packing import MicroBatch
 from settings import REQUIRED, PixelConfig, flag_field
 from sources.content import IMAGE_PLACEHOLDER, MARK_PATTERN, VIDEO_PLACEHOLDER
+from sources.hub import offline_remedy
 from utils import copy_together
 
 # Linear layers of attention, MLPs and gated delta nets. Experts are not listed: they are one tensor, not linear layers
-PROJECTIONS = (
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkv", "in_proj_z", "out_proj"
-)  # fmt: skip
+PROJECTIONS = tuple("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj in_proj_qkv in_proj_z out_proj".split())
 # Tokens that stand for images and videos. The policy must not sample one of them: it would have no features.
 VISION_TOKEN_ID_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # in config
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -94,9 +93,8 @@ class ModelConfig(PixelConfig):
                             choices=("auto", "float32", "bfloat16"))
     master_dtype: str = flag_field("fp32", "dtype of weights and optimizer state; bf16 halves memory but loses small "
                                    "updates (harmless with LoRA)", choices=("fp32", "bf16"))
-    attn: str = flag_field("auto", "attention of the trainer: sdpa (any device), flex (GPU only), flash (GPU only, "
-                           "does not share prompts); auto: flex on a GPU, else sdpa",
-                           choices=("auto", *ATTENTION_BACKENDS))
+    attn: str = flag_field("auto", "attention in training: sdpa (any device), flex (GPU only), flash (GPU only, does "
+                           "not share prompts); auto: flex on a GPU, else sdpa", choices=("auto", *ATTENTION_BACKENDS))
     kernel: str = flag_field("auto", "implementation of the fused LM head and loss: triton (GPU) or plain torch; auto: "
                              "triton on a GPU if it is installed", choices=KERNELS)
     vision_cache_gb: float = flag_field(2.0, "GiB for cached image features of a frozen vision tower; 0: no cache",
@@ -162,10 +160,11 @@ def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrain
 def _config_errors(path: str, problem: str, flag: str = "--model") -> Iterator[None]:
     """Raise a UserError in place of the errors of transformers' from_pretrained. All its calls have
     trust_remote_code=False, because by default it asks on the terminal whether to run a model's code."""
+    remedy = offline_remedy(path)
     try:
         yield
     except (OSError, ValueError, ImportError) as error:
-        message = f"{problem} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+        message = f"{problem} ({remedy or (str(error).strip() or type(error).__name__).splitlines()[0]})"
         if "trust_remote_code" in str(error):
             message = "this model needs custom code (auto_map), which is not supported; use a model without it"
         raise UserError(f"{flag} {path!r}: {message}") from error
@@ -634,7 +633,8 @@ def weight_files(path: str) -> list[Path]:
         need(not outside, f"--model {path!r}: {index} lists files outside its folder: {outside[:3]}; correct it")
     files = [cached(name) for name in names]
     missing = [name for name, file in zip(names, files, strict=True) if file is None]
-    need(not missing, f"--model {path!r}: {len(missing)} of {len(names)} weight files are missing: {missing[:3]}")
+    need(not missing, f"--model {path!r}: {len(missing)} of {len(names)} weight files are missing: {missing[:3]}"
+         f" {offline_remedy(path)}")
     return [Path(file) for file in files]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from model import ModelConfig, Processor, run_language_model, set_trainable
 from packing import flop_costs, group_flops
 from parallel.loading import build_meta_model
 from parallel.models import ASLEEP_GIB
-from report.gpus import GPU_CHOICES
+from report.gpus import GPU_CHOICES, WITHOUT_BF16
 from rollout import load_examples
 from settings import FlagParser, add_flags, build_config, flag_field, parse_pairs
 
@@ -45,6 +46,10 @@ ASSUMED_PROMPT = 512, (4 * 17**2,)  # for --data -; the image has 17 x 17 tokens
 
 TOO_FEW = {"data": "-", "out": "-", "steps": 1}  # flags that a run needs and a plan does not
 LORA = {"lora_rank": 64, "train_vision": "none"}
+LORA_FLAGS = "--lora-rank 64 --lr 3e-5 --train-vision none "
+NO_FIX = "No flag is enough; use more or larger GPUs, or a smaller model"
+AT_REST = ("weights", "optimizer", "reference_teacher", "vision_cache", "cuda")  # on the GPU while vLLM is awake
+CONFIGS = Path(__file__).with_name("configs")  # the config.json of some models, so that a plan needs no network
 MAX_MICRO_TOKENS = 2**17  # the search for the largest --micro-tokens ends here
 
 REPORT = """\
@@ -149,7 +154,7 @@ class _SavedTensorsPacking(PackedAttention):
 @cache
 def count_sizes(model: ModelConfig) -> Sizes:
     """Return the sizes of a model. What autograd keeps is counted in a forward without values."""
-    hf = build_meta_model(model.model, compute_dtype(model), model.family_paths)
+    hf = build_meta_model(find_config(model.model), compute_dtype(model), model.family_paths)
     if lora := model.lora(seed=0):
         with torch.device("meta"):
             add_lora(hf, lora)
@@ -175,6 +180,12 @@ def count_sizes(model: ModelConfig) -> Sizes:
     in_blocks = [sum(counts) for counts in zip(*units, strict=True)]
     root = total - in_blocks[0], trained - in_blocks[1]
     return Sizes(config, total, trained, adapters, *root, *max(units), kept / n / len(blocks))
+
+
+def find_config(model: str) -> str:
+    """Return our folder with the config.json of a hub id, or the model itself if it is a folder or we have none."""
+    folder = CONFIGS / model
+    return str(folder) if not Path(model).exists() and (folder / "config.json").is_file() else model
 
 
 def compute_dtype(model: ModelConfig) -> torch.dtype:
@@ -321,32 +332,42 @@ def make_plan(cfg: Any, plan: PlanConfig, gpus: int, examples: Examples) -> dict
     def memory(**values: Any) -> dict[str, float]:
         return gpu_memory(alter(cfg, **values), gpus, patches / (prompt + cfg.algo.group_size * response))
 
-    gib, problems = memory(), []
+    def vllm_share(gib: dict[str, float]) -> float:
+        """Return the largest gpu_memory_utilization that leaves room for what the trainer keeps on the GPU."""
+        return math.floor(100 - 100 * (kind != "server") * sum(map(gib.get, AT_REST)) / gpu.gib) / 100
+
+    gib, problems, flags = memory(), [], cfg.to_flags()
     largest = next((n for n in range(MAX_MICRO_TOKENS, 0, -1024) if memory(micro_tokens=n)["total"] <= gpu.gib), 0)
+    tokens = min(max(largest, longest), cfg.optim.micro_tokens)
+    needed = engine["weights"] + ASLEEP_GIB + longest * engine["per_token"]
+    lora = {} if cfg.model.lora_rank else LORA
+    changes = {
+        "--gradient-checkpointing (a third more compute": {"gradient_checkpointing": True},
+        f"--micro-tokens {tokens} (smaller micro-batches": {"micro_tokens": tokens},
+        f"{LORA_FLAGS * bool(lora)}--master-dtype bf16 (trains adapters only": lora | {"master_dtype": "bf16"},
+        "--vision-cache-gb 0 (computes image features again": {"vision_cache_gb": 0.0},
+        "--offload all (slow transfers, not counted": {"offload": "all"},
+    }
+    changes = {text: values for text, values in changes.items() if flags | values != flags}  # those not on yet
+    changes["), ".join(changes)] = dict(ChainMap(*changes.values()))  # all together: a remedy if no single one is
+    fixes = [f"{text}; the update then needs {after['total']:.1f})"
+             for text, values in changes.items() if (after := memory(**values))["total"] <= gpu.gib
+             and (kind == "hf" or vllm_share(after) * gpu.gib >= needed)]  # fmt: skip
+    remedy = "Any one of: " + ", ".join(fixes[:-1]) if fixes[1:] else "All of: " + fixes[0] if fixes else NO_FIX
+    if gpu.name in WITHOUT_BF16:
+        problems.append(f"{gpu.name} has no bf16, in which GPUs train and sample; use an NVIDIA Ampere GPU or newer")
     if gib["total"] > gpu.gib:
-        tokens = max(largest, longest)
-        changes = {
-            "--gradient-checkpointing (a third more compute": {"gradient_checkpointing": True},
-            f"--micro-tokens {tokens} (smaller micro-batches": {"micro_tokens": tokens},
-            "--lora-rank 64 --lr 3e-5 --train-vision none (trains adapters only": LORA,
-            "--offload all (slow transfers, not counted": {"offload": "all"},
-        }
-        needs = {flags: memory(**values)["total"] for flags, values in changes.items()}
-        fixes = [f"{flags}; then {needed:.1f})" for flags, needed in needs.items() if needed <= gpu.gib]
-        combined = memory(**dict(ChainMap(*changes.values())))["total"]
-        problems.append(f"the update needs {gib['total']:.1f} GiB, the GPU has {gpu.gib}. " + (
-            f"Any one of: {', '.join(fixes)}" if fixes else
-            f"No single change is enough; {'), '.join(changes)}) together need {combined:.1f}"))
-    at_rest = ("weights", "optimizer", "reference_teacher", "vision_cache", "cuda")
-    rollout, with_vllm = {name: gib[name] * (kind != "server") for name in at_rest}, kind != "hf"
+        problems.append(f"the update needs {gib['total']:.1f} GiB, the GPU has {gpu.gib}. {remedy}")
+    rollout, with_vllm = {name: gib[name] * (kind != "server") for name in AT_REST}, kind != "hf"
     free = gpu.gib - sum(rollout.values())
     rollout |= {"engine": gib["engine"] or ASLEEP_GIB, "engine_weights": engine["weights"] * with_vllm,
                 "kv_cache": engine["kv_cache"] * with_vllm}
-    needed, highest = engine["weights"] + ASLEEP_GIB + longest * engine["per_token"], math.floor(100 * free / gpu.gib)
     if with_vllm and not needed <= engine["limit"] <= free:
-        remedy = "no gpu_memory_utilization fits; use --offload all, LoRA, tensor_parallel_size or servers"
-        if highest / 100 * gpu.gib >= needed:
-            remedy = f"use --vllm gpu_memory_utilization={highest / 100}"
+        share = vllm_share(gib)
+        if share * gpu.gib >= needed:
+            remedy = f"use --vllm gpu_memory_utilization={share}"
+        else:
+            remedy = f"no gpu_memory_utilization fits; use tensor_parallel_size or servers. {remedy}"
         problems.append(
             f"vLLM gets {engine['limit']:.1f} GiB. It needs {needed:.1f} (weights {engine['weights']:.1f}, buffers "
             f"{ASLEEP_GIB:g}, a KV cache for {longest:,} tokens), and the trainer leaves {free:.1f}; {remedy}")
@@ -387,14 +408,16 @@ def read_prompts(cfg: Any) -> Examples:
 
 
 def print_plan(argv: list[str], parse_args: Callable, check_config: Callable) -> None:
-    """Print the plan of a train.py command line. The callables are train.py's own functions."""
+    """Print the plan of a train.py command line, and exit with 1 if it has a problem. The callables are train.py's own
+    functions."""
     argv = [argument for argument in argv if argument != "--plan"]
     parser = FlagParser(__doc__, prog="train.py --plan")
     add_flags(parser, PlanConfig)
     plan = build_config(PlanConfig, vars(argparse.ArgumentParser.parse_known_args(parser, argv)[0]))
     cfg = parse_args(argv, (PlanConfig,), TOO_FEW)
     cfg = alter(cfg, rollout=cfg.rollout.rollout.replace("auto", "vllm"))
-    check_config(alter(cfg, sync="auto", offload="none"), plan.gpus, planned=True)  # there need not be a GPU here
+    checked = alter(cfg, model=find_config(cfg.model.model), sync="auto", offload="none")  # no GPU is needed here
+    check_config(checked, plan.gpus, planned=True)
     p = make_plan(cfg, plan, plan.gpus, read_prompts(cfg))
     largest = p["max_micro_tokens"]
     print(json.dumps(p, indent=1) if plan.json else REPORT.format(
@@ -404,3 +427,5 @@ def print_plan(argv: list[str], parse_args: Callable, check_config: Callable) ->
         + "Prompts have 512 tokens with an image of 17 x 17 tokens (--data).\n" * (cfg.data.data == "-"),
         fits="\n".join(f"PROBLEM: {text}" for text in p["problems"])
         or "GPU memory: fits, as computed. CPU memory: not checked."))
+    if p["problems"]:
+        sys.exit(1)

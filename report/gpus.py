@@ -19,10 +19,12 @@ class Gpu(NamedTuple):
     gib: float
 
 
-# Value of --gpu, part of torch's device name, GB, TFLOP/s, GB/s, GiB. TFLOP/s and bandwidth: NVIDIA's datasheets (RTX
-# 4090 and RTX A6000: whitepapers of the Ada and GA102 architectures; H800, H20 and L20, which are sold in China only:
-# their vendors' sheets). GiB: torch's total_memory (of A10, A6000 and A100 40 GB the lowest that users' error messages
-# show), which is less than the datasheet's GB; of H100 NVL, GH200, H20 and B200 98% of the GB.
+# Value of --gpu, part of torch's device name, GB, TFLOP/s, GB/s, GiB. TFLOP/s and bandwidth: NVIDIA's datasheets
+# (GeForce cards and RTX A6000: whitepapers of the GA102, Ada and Blackwell architectures, in which bf16 with fp32
+# accumulation has twice the FLOP/s of fp32; H800, H20 and L20, which are sold in China only: their vendors' sheets).
+# GiB: torch's total_memory (of A10, L4, T4, V100, A100 40 GB, A6000 and GeForce cards about the lowest that messages of
+# users show), which is less than the datasheet's GB; of H100 NVL, GH200, H20 and B200 98% of the GB. T4 and V100 have
+# no bf16: their TFLOP/s are of fp16.
 DATASHEETS = """
 h100-pcie, H100 PCIe, 80, 756, 2000, 79.1
 h100-nvl, H100 NVL, 94, 835, 3900, 92.1
@@ -41,17 +43,29 @@ l40s, L40S, 48, 362, 864, 44.4
 l40, L40, 48, 181, 864, 44.4
 l20, L20, 48, 119.5, 864, 44.4
 4090, RTX 4090, 24, 165, 1008, 23.6
+5090, RTX 5090, 32, 209.5, 1792, 31.3
+3090, RTX 3090, 24, 71, 936, 23.5
+4080, RTX 4080, 16, 97.5, 717, 15.6
+4060ti-16gb, RTX 4060 Ti, 16, 44, 288, 15.6
+3060, RTX 3060, 12, 25.5, 360, 11.6
+l4, L4, 24, 121, 300, 22.0
+t4, T4, 16, 65, 320, 14.5
+v100-16gb, V100, 16, 125, 900, 15.7
+v100-32gb, V100, 32, 125, 900, 31.7
 """
 GPU_ROWS = (line.split(", ") for line in DATASHEETS.strip().splitlines())
 GPU_CHOICES = {flag: Gpu(name, *map(float, numbers)) for flag, name, *numbers in GPU_ROWS}
+WITHOUT_BF16 = ("T4", "V100")
 
 
 def peak_flops(device: str | None) -> float | None:
     """Return the peak FLOP/s of a GPU, given torch's name of it, or None if it is unknown; for None, the measured
-    FLOP/s of this CPU. The first row whose name occurs in torch's name, as whole words, is used."""
+    FLOP/s of this CPU. The first row whose name occurs in torch's name is used, as whole words, and without a suffix
+    that makes it another GPU."""
     if device is None:
         return measure_cpu_flops()
-    return next((1e12 * gpu.tflops for gpu in GPU_CHOICES.values() if re.search(rf"\b{gpu.name}\b", device)), None)
+    matches = (gpu for gpu in GPU_CHOICES.values() if re.search(rf"\b{gpu.name}\b(?! (Ti|SUPER|D|Laptop)\b)", device))
+    return next((1e12 * gpu.tflops for gpu in matches), None)
 
 
 @functools.cache

@@ -75,6 +75,8 @@ def make_rollout_stub(
 
 # --- checks before a model loads ------------------------------------------------------------------------------------
 
+# Forms in which rewards commonly expect an answer
+ANSWER_FORMS = ("<think>A trial.</think> \\boxed{{{}}}", "{}", "Answer: {0}\n<answer>{0}</answer>")
 # Patterns by which instructions and prompts ask for a form of answer
 FORM_PATTERNS = (r"\\boxed", "<think>", "JSON|coordinates")
 COUNT_REASONS = {  # count of a failed check -> what is wrong with the ground truth
@@ -169,6 +171,7 @@ class Grader:
         self.counts: Counter[str] = Counter()
         self.failed: dict[int, RewardFailure] = {}
         self.first: dict[str, Any] = {}  # the first row of each task
+        self.wrong: dict[str, str] = {}  # the first truth of each task that differs from that row's
         self.shown_kinds: set[tuple[str, str]] = set()  # kinds of failures that were printed in full
         self.shown_step: int | None = -1  # the last step for which a line on failures was printed
         self.rank = f"rank {rank}: " if world > 1 else ""
@@ -207,7 +210,9 @@ class Grader:
         task."""
         rows = check_tasks(examples, self.has_custom_grader)
         for example in examples:
-            self.first.setdefault(task_name(example.data_source), example)
+            task = task_name(example.data_source)
+            if self.first.setdefault(task, example).ground_truth != example.ground_truth:
+                self.wrong.setdefault(task, example.ground_truth)
         return rows
 
     def format_warnings(self, examples: Iterable[Any]) -> Iterator[str]:
@@ -231,8 +236,9 @@ class Grader:
         self, main: bool = True, stages: Iterable[tuple[int, CurriculumStage]] = ((0, CurriculumStage()),)
     ) -> None:
         """Grade two plausible responses to a row of each task in each stage (with its first step), so that a broken
-        function or option stops the run before a model loads. Only the `main` process grades. All rows must have been
-        checked before (`check_examples`)."""
+        function or option stops the run before a model loads. Warn if a user's function gives right and wrong answers
+        the same reward. Only the `main` process grades. All rows must have been checked before
+        (`check_examples`)."""
         tasks = ", ".join(sorted(self.first))
         for task in self.custom:
             need(not task or task in self.first,
@@ -246,12 +252,28 @@ class Grader:
                          f"the curriculum has options for {task!r}, but its reward has no parameter `stage`; add one, "
                          "or remove the options")
                     if key in self.functions or task in stage.options:
-                        text = f"<think>A trial.</think> \\boxed{{{example.ground_truth}}}"
                         context = RewardContext(step=step, stage=stage)
+                        text = ANSWER_FORMS[0].format(example.ground_truth)
                         trial = [make_rollout_stub(example, text, context=context) for _ in range(2)]
                         for response in trial:
                             self.submit(response, judged=False)
                         self.collect(trial, errors="stop")
+                        self._warn_if_blind(task, example, context)
+
+    def _warn_if_blind(self, task: str, example: Any, context: RewardContext) -> None:
+        """Warn if a user's function gives the truth of a row and a wrong answer the same reward, in each form. It may
+        do so where a judge or an environment grades too; structured truths have no common form."""
+        truth, wrong = example.ground_truth, self.wrong.get(task, "?")
+        if self.has_environment or not self.functions.keys() >= {*self.keys(example)} or str(truth or "")[:1] in "{[":
+            return
+        texts = (form.format(answer) for form in ANSWER_FORMS for answer in (truth, wrong))
+        responses = [make_rollout_stub(example, text, context=context) for text in texts]
+        rewards = [graded["reward"] for graded in self.collect(responses, errors="ignore")]
+        if rewards[::2] == rewards[1::2]:
+            self._print(f"warning: --reward {self.function_key(example)} gives {rewards[0]:g} to the truth of row "
+                        f"{example.uid!r}, {truth!r}, and to the wrong answer {wrong!r}, in each form that was tried "
+                        "(boxed, bare, after `Answer:`, in <answer>); if it should grade answers, check how it "
+                        "finds them")
 
     def check_worked(self, rollouts: Sequence[Any], gather: Callable[[Any], list[Any]]) -> None:
         """Raise UserError if all responses of the first batch, just collected, failed on all processes. All processes
@@ -279,7 +301,8 @@ class Grader:
 
     def collect(self, rollouts: Sequence[Any], errors: str | None = None) -> list[dict[str, float] | None]:
         """Wait for the rewards of a batch's responses and return them in order; None for a response that is dropped
-        because its reward failed. Raise a reward's error if `errors` (default: --reward-errors) is "stop"."""
+        because its reward failed. Raise a reward's error if `errors` (default: --reward-errors) is "stop"; if it is
+        "ignore", failed rewards are zero and not reported."""
         errors = errors or self.cfg.reward_errors
         batches: dict[tuple, list[tuple[Any, SubmittedCalls]]] = {}
         calls: list[SubmittedCalls] = []
@@ -305,7 +328,8 @@ class Grader:
         if failed and errors == "stop":  # before self.failed keeps the error, whose frames hold the run's objects
             raise next(iter(failed.values())).exception()
         self.failed = failed
-        self._show_failures(rollouts, errors)
+        if errors != "ignore":
+            self._show_failures(rollouts, errors)
         substitute = None if errors == "drop" else {"reward": 0.0}
         return [substitute if i in self.failed else result or None for i, result in enumerate(results)]
 

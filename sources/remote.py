@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from errors import UserError, as_user_error, describe_error, need
+from sources.hub import offline_remedy
 from sources.tables import ROW_SCHEMES, SPLITS, store_errors, url_scheme
 
 
@@ -92,4 +93,5 @@ def download(hub_id: str, split: str) -> Path:
     with as_user_error((ImportError, OSError, ValueError), message):
         from huggingface_hub import snapshot_download
 
+        offline_remedy(hub_id)  # so that it fails at once
         return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=[shards, f"*/{shards}"]))

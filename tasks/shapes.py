@@ -8,6 +8,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from PIL import Image, ImageDraw
@@ -32,6 +33,7 @@ SHAPES = ("circle", "square", "triangle", "star")
 ANGLES = (30, 60, 90, 120, 150)
 ANSWER_TYPES = ("count", "colour", "shape", "exists", "angle")
 INSTRUCTION = r"Answer in \boxed{}."  # it precedes the question so that all questions about an image share it
+MAX_IN_VAIN = 10_000  # drawings that are examined in vain before a task is refused, so that none loops for ever
 SPLIT_SEEDS = {"warm": 1, "train": 2, "test": 3}  # the splits draw from different random streams
 
 # --- reward -------------------------------------------------------------------------------------------------------
@@ -148,16 +150,19 @@ def make_exists_question(rng: random.Random, question: str, truth: str, options:
 def in_one_split(name: str) -> Callable[[Callable[[random.Random], Scene]], Scenes]:
     """Return a decorator that turns a function that draws one scene into a task's `scenes(split, seed)`.
 
-    The scenes are endless, and no image is in two splits.
+    The scenes are endless, and no image is in two splits. UserError is raised if MAX_IN_VAIN drawings in a row are in
+    the other splits.
     """
 
     def make(draw: Callable[[random.Random], Scene]) -> Scenes:
         def scenes(split: str, seed: int) -> Iterator[Scene]:
             rng = make_split_rng(name, split, seed)
             while True:
-                media, questions = draw(rng)
-                if belongs_to_split(content_bytes(media[0]), split):
-                    yield media, questions
+                drawn = (draw(rng) for _ in range(MAX_IN_VAIN))
+                scene = next((scene for scene in drawn if belongs_to_split(content_bytes(scene[0][0]), split)), None)
+                need(scene, f"--split {split}: it has none of {MAX_IN_VAIN:,} drawings of {name!r}, because a hash of "
+                     "an image's bytes decides its split; draw more different images")
+                yield scene
 
         return scenes
 
@@ -202,16 +207,24 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
 
 
 def alternate_types(
-    n: int, source: Iterator[Scene], kinds: Sequence[str]
+    n: int, source: Iterator[Scene], kinds: Sequence[str], task: str = ""
 ) -> Iterator[tuple[list[bytes | Video], str, str, str]]:
     """Yield n times (images and videos, answer type, prompt, truth): one question per scene, no scene twice, the types
-    in turn."""
+    in turn.
+
+    Raise UserError if the scenes run out: they end, or MAX_IN_VAIN of them, plus ten times as many as were different so
+    far, have no new one with a question of the type that is due.
+    """
     waiting: dict[str, list] = {kind: [] for kind in kinds}
     seen = set()
     for index in range(n):
         kind = kinds[index % len(kinds)]
+        drawn = islice(source, MAX_IN_VAIN + 10 * len(seen))
         while not waiting[kind]:
-            images, questions = next(source)
+            images, questions = next(drawn, ((), ()))
+            need(images, f"--n {n}: the task {task!r} has enough images for only {index} rows of this split: after "
+                 f"{len(seen):,} different ones no other was drawn that has a question of type {kind!r}; pass --n "
+                 f"{index} (in a demo, lower `rows` of DEMO), or draw more images, with mixed types")
             if tuple(images) not in seen:
                 seen.add(tuple(images))
                 answer_type, prompt, _, truth = questions[len(seen) % len(questions)]
@@ -230,7 +243,7 @@ def toy_of(
     """
 
     def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-        for index, (media, kind, prompt, truth) in enumerate(alternate_types(n, scenes(split, seed), kinds)):
+        for index, (media, kind, prompt, truth) in enumerate(alternate_types(n, scenes(split, seed), kinds, task)):
             answer = {answers: truth} if answers else {"reward_model": {"style": "rule", "ground_truth": truth}}
             uid = f"{task}-{split}-{seed}-{index}"
             files, clips = split_media(media)

@@ -159,6 +159,26 @@ def test_the_pages_task_is_a_file_with_its_data_and_its_reward(copy, toys):
     assert row["reward/mean"] == 0 and row["reward/zero_std_frac"] == 1  # a toy with random weights never answers yes
 
 
+BARS = ("prepare_data.py", "bars", "--toy", "--n", "40", "--out", "bars.parquet")
+
+
+@pytest.mark.parametrize("edit, command, output", [
+    ((), BARS, "wrote 40 rows"),
+    (("range(10, 76)", "(20, 30, 50, 60)", "rng.randint(6, 16)", "9", "rng.randint(0, 160)", "9"), BARS,
+     "--n 40: the task 'bars' has enough images for only "),
+    pytest.param((), ("demo.py", "run", "--task", "bars", "--short", "--processes", "1", "--out", "out"),
+                 "bars: accuracy on 100 unseen images", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_the_pages_task_with_a_demo(edit, command, output, copy):
+    text = page_block("def scenes(rng)")
+    for old, new in zip(edit[::2], edit[1::2], strict=True):
+        assert old in text
+        text = text.replace(old, new)
+    (copy / "tasks" / "bars.py").write_text(text)
+    done = subprocess.run([sys.executable, *command], cwd=copy, capture_output=True, text=True)
+    assert output in done.stdout + done.stderr and (done.returncode == 0) == (not edit), done.stderr
+
+
 @pytest.mark.slow
 def test_the_pages_frozen_embeddings(copy, toys, data):
     source = (copy / "model.py").read_text()

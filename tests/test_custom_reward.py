@@ -50,6 +50,19 @@ class Callable:
     def method(self, response, example): return 2.0
 as_object, as_method = Callable(), Callable().method
 part_of = functools.partial(three, other=1)
+def blind(response, example): return 0.5
+def swapped_truth(response, example): return float(example.ground_truth == "nothing" in response)
+def form(response, example): return {"format": 1, "reward": float(response.startswith("<think>"))}
+def fragile(response, example): return float(response.split("boxed{")[1] == "0")
+def contains(response, example): return float(str(example.ground_truth) in response)
+def word(response, example): return float(example.ground_truth in response.split())
+def exact(response, example): return float(response == example.ground_truth)
+def tagged(response, example): return float(f"<answer>{example.ground_truth}</answer>" in response)
+def last_line(response, example): return float(response.splitlines()[0] == f"Answer: {example.ground_truth}")
+def penalty(responses, examples): return [-float(e.ground_truth not in r) for r, e in zip(responses, examples)]
+def by_stage(response, example, stage): return float(example.ground_truth in response)
+async def awaited(response, example): return float(example.ground_truth in response)
+async def blindly(response, example): return 1.0
 value = 3
 """
 
@@ -203,6 +216,35 @@ def test_each_function_is_tried_once_with_a_row_of_its_task(load, count):
         grader.check_examples([row("b", "chess")])
         with pytest.raises(reward.UserError, match=message):
             grader.dry_run()
+
+
+BLIND = ("blind", "swapped_truth", "form", "fragile", "blindly", "number")
+SEEING = ("contains", "word", "exact", "tagged", "last_line", "penalty", "by_stage", "awaited")
+
+
+@pytest.mark.parametrize("name", BLIND + SEEING)
+def test_a_function_that_does_not_tell_right_from_wrong_is_warned_of(name, load, capfd):
+    """By the truths of two rows. A reward of the form or the length is no error."""
+    grader = load(name, reward_workers=0)
+    grader.check_examples([row("a", truth="3"), row("b", truth="3"), row("c", truth="7")])
+    grader.dry_run()
+    error = capfd.readouterr().err
+    assert not grader.counts and "failure" not in error
+    assert error.count("\n") == (name in BLIND)
+    if name in BLIND:
+        assert f":{name} gives " in error and "warning: --reward" in error
+        assert "to the truth of row 'a', '3', and to the wrong answer '7', in each form" in error
+
+
+@pytest.mark.parametrize("truth, warned", [
+    ("3", True), ("yes", True), ("", False), (None, False), ('{"lat": 1}', False), ("[1, 2]", False),
+])  # fmt: skip
+def test_right_is_compared_with_wrong_for_plain_truths_only(truth, warned, load, capfd):
+    """With a single truth the wrong answer is a question mark."""
+    grader = load("blind", reward_workers=0)
+    grader.check_examples([row("a", truth=truth), row("b", truth=truth)])
+    grader.dry_run()
+    assert ("and to the wrong answer '?'" in capfd.readouterr().err) == warned
 
 
 def test_a_function_for_a_task_that_no_row_has_is_an_error(load):

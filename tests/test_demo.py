@@ -33,6 +33,43 @@ def test_rows_are_deterministic_balanced_and_have_unique_images():
         next(shapes.shapes_rows(1, "dev", 0))
 
 
+def one_colour(i):
+    return [shapes.encode_png(Image.new("RGB", (8, 8), (i % 256, i // 256, 0)))]
+
+
+def ask(*kinds):
+    return [(kind, "prompt", "reply", "truth") for kind in kinds]
+
+
+DRAWINGS = {  # name: scenes(split, seed), answer types, how many rows of train and test there are
+    "ends": (lambda *_: iter([(one_colour(i), ask("a")) for i in range(5)]), "a", 5, 5),
+    "repeats": (lambda *_: itertools.cycle([(one_colour(i), ask("a", "b")) for i in range(6)]), "ab", 6, 6),
+    "a type runs out": (lambda *_: itertools.cycle([(one_colour(i), ask("ab"[i > 0])) for i in range(9)]), "ab", 2, 2),
+    "types are sorted": (lambda *_: iter([(one_colour(i), ask("ab"[i > 299])) for i in range(400)]), "ab", 201, 201),
+    "is drawn at random": (
+        shapes.in_one_split("few/")(lambda rng: (one_colour(rng.randrange(40)), ask("a"))), "a", 29, 11),
+    "a type is never asked": (lambda *_: ((one_colour(i), ask("a")) for i in itertools.count()), "ab", 1, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_toy_that_runs_out_of_images_says_how_many_rows_it_has(name):
+    """It hung."""
+    scenes, kinds, *available = DRAWINGS[name]
+    toy = shapes.toy_of("mine", scenes, kinds)
+    for split, n in zip(("train", "test"), available, strict=True):
+        assert len(list(toy(n, split, 0))) == n
+        with pytest.raises(UserError, match=f"--n {n + 50}: the task 'mine' .* only {n} rows .*; pass --n {n} "):
+            list(toy(n + 50, split, 0))
+
+
+def test_a_split_without_images_is_an_error():
+    scenes = shapes.in_one_split("mine/")(lambda rng: (one_colour(7), ask("a")))
+    assert next(scenes("train", 0)) and next(scenes("warm", 0))
+    with pytest.raises(UserError, match="--split test: it has none of 10,000 drawings of 'mine/'"):
+        next(scenes("test", 0))
+
+
 def test_no_test_image_occurs_in_training():
     train = {r["images"][0]["bytes"] for seed in (0, 1) for r in shapes.shapes_rows(400, "train", seed)}
     warm = {data for [data], _ in itertools.islice(shapes.drawings("warm", 0), 400)}

@@ -4,6 +4,7 @@ import json
 import pickle
 import random
 import shutil
+import socket
 from itertools import chain, pairwise
 
 import pytest
@@ -25,6 +26,7 @@ from layers.attention import PackedAttention, block_mask, resolve_attention
 from layers.lora import LoraConfig, add_lora, find_lora_layers
 from packing import Packer, make_token_batch
 from rollout import Prompt, Rollout
+from sources import hub
 
 QUESTION = "What is this odd thing, and why? "
 
@@ -429,6 +431,33 @@ def test_errors_name_models_that_cannot_be_loaded(tmp_path, toys):
         M.Processor(str(tmp_path / "bert"))
     with pytest.raises(ValueError, match="--min-pixels 9999999 is above --max-pixels"):
         M.Processor(str(toys["qwen2_vl"]), min_pixels=9999999)
+
+
+@pytest.mark.parametrize("endpoint", ["https://huggingface.invalid", "http://127.0.0.1:9", None])
+def test_a_hub_id_without_a_connection_fails_at_once_and_says_what_to_do(endpoint, monkeypatch, capfd):
+    """Its client retried for 30 s. No endpoint: HF_HUB_OFFLINE=1 is set."""
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", endpoint is None)
+    monkeypatch.setattr(hub.constants, "ENDPOINT", endpoint or "https://huggingface.co")
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    for load in (M.load_config, M.Processor, M.load_hf):
+        with pytest.raises(UserError, match="`hf download nobody/nothing --local-dir FOLDER` .*HF_ENDPOINT") as caught:
+            load("nobody/nothing")
+        assert "HF_HUB_OFFLINE" in str(caught.value) and "\n" not in str(caught.value)
+    error = capfd.readouterr().err
+    assert "Retry" not in error and error.count("no connection to") == (endpoint is not None)
+
+
+def test_the_connection_to_the_hub_is_left_alone_if_it_works(monkeypatch, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(hub, "getproxies", dict)
+        monkeypatch.setattr(hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert hub.offline_remedy("a/b") == "" and not hub.constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://proxy"})  # it may reach what we cannot
+    assert hub.offline_remedy("a/b") == "" and not hub.constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    assert hub.offline_remedy(str(tmp_path)) == ""  # a folder needs no hub
 
 
 def test_the_error_for_a_bad_family_path_lists_valid_paths(toys, monkeypatch):

@@ -30,13 +30,20 @@ FLAGS = "--steps 10 --prompts-per-step 16 --group-size 4 --max-new-tokens 64"
 
 
 def plan_of(model, *flags):
-    """Return what --plan --json prints, in this process."""
-    out = []
+    """Return what --plan --json prints, in this process. It exits with 1 if there is a problem."""
+    out, code = [], 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.print", lambda text, **_: out.append(text))
-        P.print_plan([*FLAGS.split(), "--json", "--model", str(model), *map(str, flags)], train.parse_args,
-                     train.check_config)  # fmt: skip
-    return json.loads(out[-1])
+        try:
+            P.print_plan([*FLAGS.split(), "--json", "--model", str(model), *map(str, flags)], train.parse_args,
+                         train.check_config)  # fmt: skip
+        except SystemExit as stop:
+            code = stop.code
+            if not out:
+                raise
+    plan = json.loads(out[-1])
+    assert code == bool(plan["problems"])
+    return plan
 
 
 @pytest.fixture(scope="module")
@@ -181,23 +188,87 @@ def test_what_does_not_fit_has_a_line_with_what_helps(tmp_path):
     assert plan_of(tmp_path, *flags, "--micro-tokens", p["max_micro_tokens"])["problems"] == []
     assert plan_of(tmp_path, *flags, "--gradient-checkpointing")["problems"] == []
     update, no_engine = plan_of(tmp_path, "--gpu", "a10", "--gpus", 1)["problems"]
-    needed = float(re.search("No single change is enough; .* together need ([0-9.]+)$", update)[1])
+    needed = float(re.search("All of: .*; the update then needs ([0-9.]+)\\)$", update)[1])
     assert "no gpu_memory_utilization fits" in no_engine
-    combined = "--gradient-checkpointing --micro-tokens 576 --lora-rank 64 --lr 3e-5 --offload all".split()
-    fitting = plan_of(tmp_path, "--gpu", "a10", "--gpus", 1, *combined)
+    combined = re.findall(r"(--[^(]+) \(", update)
+    fitting = plan_of(tmp_path, "--gpu", "a10", "--gpus", 1, *" ".join(combined).split())
     assert fitting["memory"]["total"] == pytest.approx(needed, abs=0.06) and needed < 22
+    assert plan_of(tmp_path, "--gpu", "3060", "--gpus", 1)["problems"][0].endswith(P.NO_FIX)
 
 
-def test_a_suggested_change_makes_the_run_fit(tmp_path):
-    """Each flag of an `Any one of:` is valid as it is printed, and then no PROBLEM remains for the update."""
-    gpu_bench.config_of("7B").save_pretrained(tmp_path)
-    flags = "--gpu a100-40gb --gpus 4 --train-vision all --gradient-checkpointing".split()
-    [update, _] = plan_of(tmp_path, *flags)["problems"]
-    fixes = re.findall(r"(--[^(]+) \([^;]+; then ([0-9.]+)\)", update.partition("Any one of: ")[2])
-    assert {fix.split()[0] for fix, _ in fixes} == {"--lora-rank", "--offload"}
+SMALL = "--gpu 4090 --gpus 1 --gradient-checkpointing --vllm gpu_memory_utilization=0.46"
+
+
+@pytest.mark.parametrize("size, flags, suggested", [
+    ("7B", "--gpu a100-40gb --gpus 4 --train-vision all --gradient-checkpointing", "--lora-rank --offload"),
+    ("3B", f"{SMALL} --lora-rank 16", "--master-dtype --offload"),
+    ("3B", f"{SMALL} --lora-rank 64 --train-vision tower", "--master-dtype --offload"),
+    ("7B", f"{SMALL} --lora-rank 16 --vllm gpu_memory_utilization=0.85", "--offload"),
+    ("7B", f"{SMALL} --lora-rank 16 --master-dtype bf16", "--offload"),
+    ("3B", "--gpu a100-40gb --gpus 1 --lora-rank 16 --master-dtype bf16 --micro-tokens 8192 --vllm "
+           "gpu_memory_utilization=0.5", "--gradient-checkpointing --micro-tokens"),
+])  # fmt: skip
+def test_only_changes_that_help_and_are_not_on_are_suggested(size, flags, suggested, tmp_path):
+    """Each flag of an `Any one of:` is valid as it is printed, and then the update fits and some share of vLLM does."""
+    gpu_bench.config_of(size).save_pretrained(tmp_path)
+    [update, *_] = plan_of(tmp_path, *flags.split())["problems"]
+    fixes = re.findall(r"(--[^(]+) \([^;]+; the update then needs ([0-9.]+)\)", update.partition("Any one of: ")[2])
+    assert [fix.split()[0] for fix, _ in fixes] == suggested.split()
     for fix, then in fixes:
-        p = plan_of(tmp_path, *flags, *fix.split())
-        assert f"{p['memory']['total']:.1f}" == then and not any("the update" in text for text in p["problems"])
+        p = plan_of(tmp_path, *flags.split(), *fix.split())
+        assert f"{p['memory']['total']:.1f}" == then
+        assert not any("the update" in text or "no gpu_memory" in text for text in p["problems"])
+
+
+ROWS = [line.strip("| ").split(" | ") for line in (ROOT / "docs/hardware.md").read_text().splitlines()
+        if re.match(r"\| (2 x )?\d+ GB \| `", line)]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[2].rpartition('/')[2]}")
+def test_each_row_of_your_gpu_fits_and_not_without_its_flags(row):
+    """The table of docs/hardware.md, whose models' configs ship with the plan."""
+    size, names, model, flags, gib, seconds = row
+    lora = "--lora-rank 64 --lora-alpha 32 --lr 3e-5 --master-dtype bf16"
+    flags = flags.replace("`", "").replace("LORA", lora).split()
+    base = ["--gpus", 2 if size.startswith("2 x") else 1, "--gradient-checkpointing", "--prompts-per-step", 64,
+            "--group-size", 8, "--max-new-tokens", 1024]  # fmt: skip
+    for i, name in enumerate(names.replace("`", "").split(", ")):
+        p = plan_of(model, *base, "--gpu", name, *flags)
+        assert p["problems"] == [] and GPU_CHOICES[name].gb == int(size.split()[-2]) and p["model"] == model
+        if i == 0:
+            memory = f"{p['memory']['total']:.1f}; {p['rollout_memory']['total']:.1f} of {p['gpu_gib']}"
+            assert (gib, seconds) == (memory, f"{p['step_seconds']:.0f}")
+        if size != "80 GB":
+            larger = ["--master-dtype", "fp32", "--offload", "none"]
+            assert plan_of(model, *base, "--gpu", name, *flags, *larger)["problems"]
+
+
+@pytest.mark.parametrize("gpu", ["t4", "v100-16gb", "v100-32gb"])
+def test_gpus_without_bf16_are_a_problem(gpu, toys):
+    [problem] = plan_of(toys["qwen2_5_vl"], "--gpu", gpu, "--gpus", 1)["problems"]
+    assert "has no bf16" in problem and "Ampere" in problem
+
+
+@pytest.mark.parametrize("name, parameters", [
+    ("Qwen2.5-VL-3B", 3_754_622_976), ("Qwen2.5-VL-7B", 8_292_166_656), ("Qwen2.5-VL-32B", 33_452_718_336),
+    ("Qwen3-VL-2B", 2_127_532_032), ("Qwen3-VL-4B", 4_437_815_808), ("Qwen3-VL-8B", 8_767_123_696),
+    ("Qwen3-VL-30B-A3B", 31_070_754_032),
+])  # fmt: skip
+def test_the_configs_that_ship_have_the_published_numbers_of_parameters(name, parameters):
+    folder = P.find_config(f"Qwen/{name}-Instruct")
+    hf = P.build_meta_model(folder)
+    assert sum(p.numel() for p in hf.parameters()) == parameters and str(P.CONFIGS) in folder
+
+
+def test_a_folder_is_read_rather_than_a_config_that_ships(toys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert P.find_config("Qwen") == "Qwen" and P.find_config("nobody/nothing") == "nobody/nothing"
+    shipped = plan_of("Qwen/Qwen2.5-VL-3B-Instruct")
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen" / "Qwen2.5-VL-3B-Instruct").symlink_to(toys["qwen2_5_vl"])
+    P.count_sizes.cache_clear()
+    assert plan_of("Qwen/Qwen2.5-VL-3B-Instruct")["parameters"] < 1e7 < shipped["parameters"]
+    P.count_sizes.cache_clear()
 
 
 @pytest.mark.parametrize("gpus", [2, 3, 4])
@@ -336,4 +407,6 @@ def test_gpus_of_40_and_80_gb_differ():
     assert GPU_CHOICES["a100-40gb"][1:] == (40, 312, 1555, 39.4) and GPU_CHOICES["a100"].gb == 80
     for device, tflops in (("NVIDIA A100-PCIE-40GB", 312), ("NVIDIA A10", 125), ("NVIDIA RTX A6000", 154.8)):
         assert peak_flops(device) == 1e12 * tflops
-    assert peak_flops("NVIDIA A10G") is None  # another GPU
+    for other in ("A10G", "RTX 3060 Ti", "RTX 4080 SUPER", "RTX 4090 Laptop GPU", "RTX 5090 D", "L400", "T400"):
+        assert peak_flops(f"NVIDIA {other}") is None  # other GPUs
+    assert peak_flops("NVIDIA GeForce RTX 4060 Ti") == 44e12 and peak_flops("Tesla V100-SXM2-32GB") == 125e12
