@@ -36,7 +36,7 @@ for hidden, vocab in SHAPES.values():
     )
     total.backward()
 compiled = {}
-for name in ("_statistics_kernel", "_gradient_kernel"):
+for name in (name for name in vars(kernels) if name.endswith("_kernel")):
     [cache] = getattr(kernels, name).device_caches.values()
     compiled[name] = [kernel.metadata.shared for kernel in cache[0].values()]
 print(json.dumps(compiled))
