@@ -56,7 +56,7 @@ def folder(tmp_path_factory) -> Path:
 def run(env: dict[str, str], *command) -> str:
     """Run Python with these arguments; return what it printed."""
     command = [sys.executable, *map(str, command)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-4000:]}"
     return done.stdout
 
@@ -164,7 +164,7 @@ def test_all_parts_of_the_gpu_benchmark_run(null_gpu, tmp_path):
     """All parts of gpu.py run with tiny shapes, except the one that is tested above."""
     parts = [part.name for part in gpu.PARTS if part.name != "waits"]
     out = tmp_path / "gpu.json"
-    run(null_gpu, ROOT / "benchmarks/gpu.py", "--short", "--minutes", 14, "--only", ",".join(parts), "--json", out)
+    run(null_gpu, ROOT / "benchmarks/gpu.py", "--short", "--minutes", 55, "--only", ",".join(parts), "--json", out)
     data = json.loads(out.read_text())
     assert data["machine"]["memory_gib"] > 79 and [part["status"] for part in data["parts"]] == ["ok"] * len(parts)
     rows = {row["case"]: row for part in data["parts"] for row in part["rows"]}
