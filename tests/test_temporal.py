@@ -44,7 +44,8 @@ def test_the_last_samples_see_the_same_frames_in_another_order(family, side, loa
     shades = [frame[0, 0, 0] for frame in permuted.frames]
     assert sorted(shades) == [frame[0, 0, 0] for frame in own.frames] and shades != sorted(shades)
     by_slice = torch.cat([part.pixel_values() for part in permuted.slices])
-    assert torch.equal(permuted.pixel_values(), by_slice) and not permuted.keep and permuted.key != own.key
+    torch.testing.assert_close(permuted.pixel_values(), by_slice, rtol=0, atol=1e-6)  # in tensors of another shape
+    assert not permuted.keep and permuted.key != own.key
     [later] = grpo.change_prompts([prompt], cfg.algo, SEED, 1, 2)
     assert [frame[0, 0, 0] for frame in later.noised.images[0].frames] != shades
     assert np.array_equal(own.frames, prompt.images[0].frames)
