@@ -209,9 +209,9 @@ def on_ranks(calls):
     def run(rank, call):
         def gather(item):
             slots[rank] = item
-            barrier.wait(timeout=20)
+            barrier.wait(timeout=120)
             items = list(slots)
-            barrier.wait(timeout=20)
+            barrier.wait(timeout=120)
             return items
 
         results[rank] = call(gather)
