@@ -54,8 +54,9 @@ test: $(VENV)/.dev
 	$(PYTEST) -m "not vllm and not sglang and not cuda_paths and not vllm_cuda and not slow"
 
 # SLOW_PART=K/N runs part K (from 0) of N equal parts of the slow tests, and all quick ones
+PART = $(if $(SLOW_PART),--slow-part $(SLOW_PART))
 test-all: $(VENV)/.dev
-	$(PYTEST) $(if $(SLOW_PART),--slow-part $(SLOW_PART))
+	$(PYTEST) $(PART)
 
 # Two of vLLM's requirements are removed again: their wheels on PyPI are built against CUDA and cannot be imported beside a
 # CPU build of torch. No picture needs them. The third, torchvision, is helped by tests/vllm_env.
@@ -94,11 +95,10 @@ $(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt requirements-video.txt
 	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements.txt -r requirements-dev.txt
 	touch $@
 
-# CUDA_PATHS="not slow" selects the few tests that CI runs
-CUDA_PATHS ?= cuda_paths
+# SLOW_PART as for test-all
 test-cuda-paths: $(VENV_CUDA)/.dev
 	$(VENV_CUDA)/bin/python tests/null_gpu/build.py
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV_CUDA)/bin/python -m pytest -n auto -m "cuda_paths and ($(CUDA_PATHS))" \
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV_CUDA)/bin/python -m pytest -n auto -m cuda_paths $(PART) \
 	tests/test_cuda_paths.py
 
 $(VENV_VLLM_CUDA)/.dev: requirements.txt requirements-gpu.txt
@@ -109,12 +109,11 @@ $(VENV_VLLM_CUDA)/.dev: requirements.txt requirements-gpu.txt
 	$(VENV_VLLM_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^pytest==' requirements-dev.txt)
 	touch $@
 
-# run by hand: CI does not download this wheel
 test-vllm-cuda: $(VENV_VLLM_CUDA)/.dev
 	$(VENV_VLLM_CUDA)/bin/python tests/null_gpu/build.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV_VLLM_CUDA)/bin/python -m pytest -m vllm_cuda tests/test_vllm_cuda.py
 
-# all that .ci/run needs; with --jobs 4 side by side
+# all that .ci/run always needs; with --jobs 4 side by side
 environments: $(VENV)/.dev $(VENV_VLLM)/.dev $(VENV_SGLANG)/.dev $(VENV_CUDA)/.dev
 
 # The newest versions of all packages that pip would install on Linux beside the pinned ones, without the CUDA packages of

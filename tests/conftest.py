@@ -4,7 +4,10 @@ with one process."""
 import os
 import random
 import re
+import time
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -103,6 +106,23 @@ def written(uid, prompt_ids, response, images=()) -> Rollout:
     n = len(response)
     prompt = Prompt(uid, list(prompt_ids), list(images), None, [])
     return Rollout(prompt, 0, list(response), [True] * n, [0.0] * n, "stop", "", versions=[0] * n)
+
+
+@contextmanager
+def cpu_limit(seconds: float = 10.0) -> Iterator[None]:
+    """Assert that a block takes less CPU time of this thread than `seconds`. Blocks take a hundredth of it, or a tenth
+    of a larger limit, so only what hangs, or grows faster than its input, exceeds it: not a slow or busy machine."""
+    start = time.thread_time()
+    yield
+    assert time.thread_time() - start < seconds
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+    """Wait until a condition is true; `seconds` only keep a failing test from hanging."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "this never happened"
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="session")

@@ -107,8 +107,10 @@ def test_on_policy_ratios_are_one_and_gradients_equal_fp32_columns(family, train
         state = train.TrainState(kl_coef=cfg.algo.kl_coef)
         train.update_policy(models, batch, cfg, state, ctx, meter, SkippedUpdates(Path("-"), ctx))
         metrics = meter.reduce(ctx)
-        assert metrics["policy/approx_kl"] == 0 and metrics["policy/clip_frac"] == 0, name
-        assert metrics.get("policy/kl_ref", 0.0) == 0 and metrics["policy/grad_norm"] > 1e-3, name
+        # the old log-probabilities come from a pass without gradients, which may run other kernels; if they were
+        # rounded to bfloat16, the KL would be 4e-5
+        assert abs(metrics["policy/approx_kl"]) < 1e-5 and metrics["policy/clip_frac"] == 0, name
+        assert abs(metrics.get("policy/kl_ref", 0.0)) < 1e-5 and metrics["policy/grad_norm"] > 1e-3, name
 
         models = Models(plain, None, reference=plain if cfg.algo.needs_reference else None)
         batch = make_batch(rollouts, cfg, models, processor, ctx)

@@ -10,7 +10,6 @@ import json
 import math
 import pickle
 import random
-import time
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from unittest.mock import ANY
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import cpu_limit
 from PIL import Image
 from scoring import score_batch
 
@@ -289,20 +289,18 @@ def test_ten_thousand_texts():
     pieces += list(" ,\n-é\ud800ﬁİ\u200b\u0301𝟒٤_'}")
     texts = [rng.choice(["", " "]).join(rng.choices(pieces, k=rng.randint(0, 40))) for _ in range(10_000)]
     truth = with_counts(REFERENCES, corpus_of_shapes())
-    start = time.thread_time()
-    for text in texts:
-        score = caption_reward(text, truth)
-        assert set(score) == PARTS and all(math.isfinite(value) for value in score.values())
-        assert -1 <= score["reward"] <= 1
-    assert (time.thread_time() - start) / len(texts) < 0.001
+    with cpu_limit(100):
+        for text in texts:
+            score = caption_reward(text, truth)
+            assert set(score) == PARTS and all(math.isfinite(value) for value in score.values())
+            assert -1 <= score["reward"] <= 1
 
 
 @pytest.mark.parametrize("piece", ["a", "a ", "a b c ", "-", "a-", "<think>", "</think>", "<|", "\u0301", "ﷺ", " "])
 def test_long_texts_are_quick(piece):
     for n in (4000, 100_000):
-        start = time.thread_time()
-        caption_reward(piece * (n // len(piece)), json.dumps(REFERENCES))
-        assert time.thread_time() - start < 0.1
+        with cpu_limit():
+            caption_reward(piece * (n // len(piece)), json.dumps(REFERENCES))
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

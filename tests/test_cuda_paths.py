@@ -56,7 +56,7 @@ def folder(tmp_path_factory) -> Path:
 def run(env: dict[str, str], *command) -> str:
     """Run Python with these arguments; return what it printed."""
     command = [sys.executable, *map(str, command)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-4000:]}"
     return done.stdout
 
@@ -65,7 +65,8 @@ def train(env: dict[str, str], folder: Path, out: Path, flags: str) -> list[dict
     """Run train.py once for each part of the flags, written as in gpu.RUNS; return its rows of metrics."""
     family, flags = gpu.split_family(flags)
     for part in flags.split(" / "):
-        run(env, ROOT / "train.py", *gpu.toy_data(folder, family), "--out", out, *gpu.BASE.split(), *part.split())
+        run(env, ROOT / "train.py", *gpu.toy_data(folder, family), "--out", out, *gpu.BASE.split(), "--reward-workers", 0,
+            *part.split())
     return [row for row in gpu.read_rows(out / "metrics.jsonl") if "policy/grad_norm" in row]
 
 
@@ -74,16 +75,19 @@ RUNS = gpu.RUNS | MORE_RUNS
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in RUNS])
 def test_training_is_as_on_a_cpu(null_gpu, folder, tmp_path, name):
-    """In fp32 the first step has the same samples on GPU and CPU; in bf16 rounding changes a few."""
+    """In fp32 the first step has the same samples and metrics on GPU and CPU. In bf16 it cannot be compared: rounding,
+    which differs between CPUs, changes samples. But there too, trainer and engine give samples the same probabilities.
+    """
     rows = train(null_gpu, folder, tmp_path / "gpu", RUNS[name])
     assert len(rows) == 3 and all(0 < row["policy/grad_norm"] < 100 for row in rows)
     assert all(row["mismatch/max_abs_logprob_diff"] < 0.1 for row in rows)
-    cpu_flags = re.sub(r"flex|flash", "sdpa", RUNS[name]).replace("triton", "torch")
-    cpu_flags = re.sub(r"--offload \w+", "", cpu_flags)
-    [cpu_row, *_] = train(os.environ | {"CUDA_VISIBLE_DEVICES": ""}, folder, tmp_path / "cpu", cpu_flags)
-    tolerance = 1e-3 if "float32" in cpu_flags else 0.15
+    first_flags = RUNS[name].partition(" / ")[0].replace("flash", "flex")  # flash has no fp32
+    first_step = f"{first_flags} --dtype float32 --steps 1"
+    [gpu_row] = train(null_gpu, folder, tmp_path / "gpu, fp32", first_step)
+    cpu_flags = re.sub(r"--offload \w+", "", first_step.replace("flex", "sdpa").replace("triton", "torch"))
+    [cpu_row] = train(os.environ | {"CUDA_VISIBLE_DEVICES": ""}, folder, tmp_path / "cpu", cpu_flags)
     for metric in ("policy/grad_norm", "policy/entropy", "response/tokens", "reward/mean"):
-        assert rows[0][metric] == pytest.approx(cpu_row[metric], rel=tolerance), metric
+        assert gpu_row[metric] == pytest.approx(cpu_row[metric], rel=1e-3), metric
 
 
 @pytest.mark.slow
@@ -120,7 +124,8 @@ def test_attention_compiles_twice_for_all_lengths(null_gpu):
 def test_kernels_compile_and_launch_at_the_shapes_of_models(null_gpu):
     limited = null_gpu | {"NULL_GPU_VALUES_MIB": "16"}
     memory = json.loads(run(limited, NULL_GPU / "check_kernels.py").splitlines()[-1])
-    assert all(0 < n_bytes <= 232_448 for kernel in memory.values() for n_bytes in kernel) and len(memory) == 3
+    assert {"_statistics_kernel", "_gradient_kernel"} <= memory.keys() and all(memory.values())
+    assert all(0 < n_bytes <= 232_448 for kernel in memory.values() for n_bytes in kernel)
 
 
 def test_memory_is_allocated_in_segments_that_grow(null_gpu):
@@ -160,7 +165,7 @@ def test_all_parts_of_the_gpu_benchmark_run(null_gpu, tmp_path):
     """All parts of gpu.py run with tiny shapes, except the one that is tested above."""
     parts = [part.name for part in gpu.PARTS if part.name != "waits"]
     out = tmp_path / "gpu.json"
-    run(null_gpu, ROOT / "benchmarks/gpu.py", "--short", "--minutes", 14, "--only", ",".join(parts), "--json", out)
+    run(null_gpu, ROOT / "benchmarks/gpu.py", "--short", "--minutes", 55, "--only", ",".join(parts), "--json", out)
     data = json.loads(out.read_text())
     assert data["machine"]["memory_gib"] > 79 and [part["status"] for part in data["parts"]] == ["ok"] * len(parts)
     rows = {row["case"]: row for part in data["parts"] for row in part["rows"]}

@@ -220,7 +220,7 @@ def limited(limits: str, data: bytes) -> subprocess.CompletedProcess:
     """Run the decoder with other limits."""
     code = f"from sources import decode_videos as program; program.{limits}; program.main()"
     command = [sys.executable, "-c", code, json.dumps(OPTIONS)]
-    return subprocess.run(command, input=data, cwd=ROOT, capture_output=True, timeout=60)
+    return subprocess.run(command, input=data, cwd=ROOT, capture_output=True, timeout=300)
 
 
 def test_memory_and_time_are_limited(monkeypatch):

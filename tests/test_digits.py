@@ -3,10 +3,10 @@
 import io
 import random
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
+from conftest import cpu_limit
 from PIL import Image
 
 from errors import UserError
@@ -145,11 +145,10 @@ def test_every_answer_is_right_only_for_itself():
 def test_ten_thousand_strings():
     rng, rows = random.Random(0), [example("12", SUM), example("yes", EXISTS)]
     words = "1 12 2 twelve yes no \\boxed{ } + = , . <think> </think> digits sum 7 \x00 ² ٧ \n".split(" ")
-    start = time.process_time()
-    for i in range(10_000):
-        text = rng.choice(["", " "]).join(rng.choices(words, k=rng.randint(0, 40)))
-        assert grade(text, rows[i % 2])["accuracy"] in (0.0, 1.0)
-    assert (time.process_time() - start) / 10_000 < 0.001
+    with cpu_limit(100):
+        for i in range(10_000):
+            text = rng.choice(["", " "]).join(rng.choices(words, k=rng.randint(0, 40)))
+            assert grade(text, rows[i % 2])["accuracy"] in (0.0, 1.0)
 
 
 def test_parquet_file_holds_valid_examples(tmp_path):

@@ -8,10 +8,10 @@ import random
 import string
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from conftest import cpu_limit
 from PIL import Image
 
 from envs import Environment, look_closer
@@ -128,16 +128,15 @@ def test_no_response_breaks_an_environment_or_is_repeated_by_it(task):
     rng = random.Random(0)
     responses = ["".join(rng.choices(string.printable + "<look>calc/0.:,", k=rng.randint(0, 80))) for _ in range(300)]
     responses += [f"<look>{text}</look><calc>{text}</calc>" for text in responses]
-    began = time.perf_counter()
     for response in HOSTILE + responses:
         env = ENVS[task][1]()
         env.reset(e)
-        result = env.step(response)
+        with cpu_limit():
+            result = env.step(response)
         assert result.messages.count("<image>") == len(result.images) <= env.images_per_turn
         assert len(result.messages) < 200 and "<|" not in result.messages and math.isfinite(result.reward)
         assert result.done == (result.messages == "")
         assert all(1 <= min(image.size) and max(image.size) <= 56 for image in result.images)
-    assert time.perf_counter() - began < 20
 
 
 def test_environments_and_their_rewards_need_no_torch():

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import wait_until
 from PIL import Image
 
 import envs._episodes
@@ -448,11 +449,13 @@ def test_gae_skips_observations_and_rewards_each_turn_at_its_end(loaded):
 
 
 class Slow(Scripted):
-    seconds = 0.0
+    def is_slow(self):
+        """Return whether the episode of row u0 must wait."""
+        return False
 
     def step(self, response):
-        if self.example.uid == "u0":
-            time.sleep(self.seconds)
+        while self.example.uid == "u0" and self.is_slow():
+            time.sleep(0.01)
         return super().step(response)
 
     def reset(self, example):
@@ -462,8 +465,8 @@ class Slow(Scripted):
 
 class SlowAsync(Slow):
     async def step(self, response):
-        if self.example.uid == "u0":
-            await asyncio.sleep(self.seconds)
+        while self.example.uid == "u0" and self.is_slow():
+            await asyncio.sleep(0.01)
         return Scripted.step(self, response)
 
     async def reset(self, example):
@@ -472,28 +475,14 @@ class SlowAsync(Slow):
 
 @pytest.mark.parametrize("kind", [Slow, SlowAsync])
 def test_an_environment_that_sleeps_delays_no_other(kind, loaded, monkeypatch):
-    """One of 32 episodes sleeps in every turn; the others end as soon as they would without it."""
+    """One of 32 episodes sleeps in its first turn until all others have ended, so they cannot wait for it."""
     hf, plain = loaded["qwen2_5_vl"]
-    processor = add_end_tokens(plain)
-
-    def measure(seconds):
-        monkeypatch.setattr(kind, "seconds", seconds)
-        envs = make_factory(kind, max_turns=5)
-        envs.all_answered_quickly = False  # a run waits once, 0.2 s, to learn that they are slow
-        prompts = make_prompts(make_examples([3] * 32), processor, reset_fn=envs.reset_example)
-        ended, began = {}, time.monotonic()
-        episodes = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor)
-        done = episodes.generate(
-            prompts, 1, SamplingParams(400), lambda r: ended.update({r.prompt.uid: time.monotonic()})
-        )
-        assert len(ended) == len(done) == 32
-        slowest = ended.pop("u0") - began
-        return slowest, max(ended.values()) - began, time.monotonic() - began
-
-    _, others, _ = measure(0.0)
-    slow_total, others_meanwhile, total = measure(0.8)
-    assert slow_total > 2.4 and total < 1.2 * slow_total
-    assert others_meanwhile < 1.3 * others + 0.3
+    processor, envs, ended = add_end_tokens(plain), make_factory(kind, max_turns=5), []
+    prompts = make_prompts(make_examples([3] * 32), processor, reset_fn=envs.reset_example)
+    monkeypatch.setattr(kind, "is_slow", lambda self: len(ended) < 31)
+    episodes = EpisodeEngine(HFEngine(hf, processor, CPU), envs, processor)
+    done = episodes.generate(prompts, 1, SamplingParams(400), lambda r: ended.append(r.prompt.uid))
+    assert len(set(ended)) == len(done) == 32 and ended[-1] == "u0" and {r.ended_by for r in done} == {"done"}
 
 
 class Fails(Scripted):
@@ -504,7 +493,7 @@ class Fails(Scripted):
             if uid == "u0":
                 raise RuntimeError("no connection")
             if uid == "u1":
-                time.sleep(3)
+                time.sleep(6)
             changes = {
                 "u2": Observation(reward=math.nan),
                 "u3": Observation("x", [Image.new("RGB", (28, 28))] * 3),
@@ -527,7 +516,7 @@ class Fails(Scripted):
 
 @pytest.mark.parametrize("errors", ["drop", "zero"])
 def test_environments_that_fail_are_counted_and_reported(errors, loaded, capfd):
-    settings = {"env_errors": errors, "env_timeout": 1.0}
+    settings = {"env_errors": errors, "env_timeout": 2.0}
     rollouts, processor = play(loaded, "qwen2_5_vl", [3] * 12, n=1, kind=Fails, **settings)
     assert [r.ended_by for r in rollouts] == ["error"] * 11 + ["done"]
     assert [r.env_failure for r in rollouts].count("errors") == 10 and [r.env_failure for r in rollouts].count(
@@ -535,7 +524,7 @@ def test_environments_that_fail_are_counted_and_reported(errors, loaded, capfd):
     ) == 1
     output = capfd.readouterr().err
     assert "11 of 12 episodes failed" in output and "RuntimeError: no connection" in output and "Traceback" in output
-    assert "--env here took longer than --env-timeout 1 s" in output
+    assert "--env here took longer than --env-timeout 2 s" in output
     grader = Grader(RewardConfig(reward_workers=0), has_environment=True)
     for r in rollouts:
         r.prompt.example.extra["answer_type"] = "count"
@@ -667,9 +656,7 @@ def test_every_environment_is_closed(loaded):
             closed.append(self)
 
     play(loaded, "qwen2_5_vl", [1, 3], kind=Tracked)
-    deadline = time.monotonic() + 20
-    while len(closed) < len(opened) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(closed) == len(opened))
     assert len(opened) == 2 + 4 and {id(env) for env in closed} == {id(env) for env in opened}
 
 
@@ -691,11 +678,9 @@ class Sleeps(Scripted):
 def test_hanging_environments_time_out_even_if_they_outnumber_the_threads(loaded, monkeypatch):
     monkeypatch.setattr(envs._episodes, "ENV_POOL", envs._threads.ThreadPool(3))
     monkeypatch.setattr(Sleeps, "step", lambda self, response: time.sleep(30))
-    began = time.monotonic()
     rollouts, _ = play(loaded, "qwen2_5_vl", [3] * 5, kind=Sleeps, env_timeout=0.3)
     with pytest.raises(UserError, match="all responses of the first batch failed, such as .* longer than --env-time"):
         grade_first_batch(rollouts)
-    assert time.monotonic() - began < 20
 
 
 def test_an_exit_in_an_async_environment_fails_only_its_episode(loaded):

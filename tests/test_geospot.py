@@ -10,7 +10,6 @@ import json
 import math
 import random
 import re
-import time
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import cpu_limit
 from PIL import Image
 from scipy import ndimage
 
@@ -519,11 +519,10 @@ def generate_texts(n, seed=0):
 
 def test_ten_thousand_random_texts():
     texts = list(generate_texts(10_000))
-    start = time.thread_time()
-    for text in texts:
-        parts = geospot_reward(text, PARIS, 4)
-        assert set(parts) == {*PARTS, "reward"} and all(0 <= value <= 1.0000001 for value in parts.values())
-    assert (time.thread_time() - start) / len(texts) < 0.001
+    with cpu_limit(100):
+        for text in texts:
+            parts = geospot_reward(text, PARIS, 4)
+            assert set(parts) == {*PARTS, "reward"} and all(0 <= value <= 1.0000001 for value in parts.values())
 
 
 HOSTILE = ['{"a":', "[", "{", "{[", '{"country":"', "country:", "country: : ", "a" * 30 + " ", "<think>", "</think>"]
@@ -533,12 +532,10 @@ HOSTILE += ["country" + " " * 28]
 
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_long_texts_are_quick(piece):
-    geospot_reward("Paris", PARIS, 4)  # reads the tables of places, which is not timed
     for before in ("", "coordinates: ", '{"country": "'):
         text = before + piece * (100_000 // len(piece))
-        start = time.thread_time()
-        geospot_reward(text, PARIS, 4)
-        assert time.thread_time() - start < 0.05
+        with cpu_limit():
+            geospot_reward(text, PARIS, 4)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

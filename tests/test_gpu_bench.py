@@ -24,7 +24,7 @@ def run(*flags) -> subprocess.CompletedProcess:
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     command = [sys.executable, "benchmarks/gpu.py", *map(str, flags)]
     env |= {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=env)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, env=env)
 
 
 def bench(tmp_path, *flags, code=0) -> tuple[dict, str]:
@@ -67,7 +67,7 @@ def test_without_a_gpu_it_ends_with_a_one_line_error(tmp_path):
 
 @pytest.mark.slow
 def test_all_parts_run_on_a_cpu(tmp_path):
-    data, markdown = bench(tmp_path)
+    data, markdown = bench(tmp_path, "--minutes", 25)  # enough beside other work
     status = {part["name"]: part["status"] for part in data["parts"]}
     rows = [row for part in data["parts"] for row in part["rows"]]
     bad = [(row["case"], row.get("tail", "")[-1500:]) for row in rows if "error" in row]

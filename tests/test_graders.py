@@ -6,9 +6,9 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import pytest
+from conftest import cpu_limit
 from test_train import ROOT, write_parquet
 
 import errors
@@ -105,11 +105,10 @@ HOSTILE = ["9**9**9**9", "9^9^9^9", "9999999!", "(" * 900, "{" * 900, "\\frac" *
 @pytest.mark.parametrize("answer", HOSTILE, ids=lambda answer: answer[:20])
 @pytest.mark.parametrize("truth", ["48", r"5 \sqrt { 3 }", "(2,3]", r"x \pi"])
 def test_no_answer_hangs_or_raises(answer, truth):
-    start = time.perf_counter()
     for grader in ("easyr1", "verl"):
-        reward = _published.published_reward(grader, f"<think>a</think> \\boxed{{{answer}}}" + " " * 20_000, truth)
+        with cpu_limit():
+            reward = _published.published_reward(grader, f"<think>a</think> \\boxed{{{answer}}}" + " " * 20_000, truth)
         assert reward["accuracy"] == 0
-    assert time.perf_counter() - start < 1
 
 
 def test_ours_keeps_congruent_and_similar_apart():

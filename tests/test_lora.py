@@ -52,11 +52,10 @@ def test_peft_reads_ours_and_we_read_pefts(family, toys, loaded, picture, tmp_pa
     wrapped.save_pretrained(tmp_path / "theirs")
     reloaded = read_adapter(M.load_hf(str(path)), tmp_path / "theirs", str(path))
     assert find_lora_layers(reloaded).keys() == find_lora_layers(ours).keys()
-    assert torch.equal(compute_logits(reloaded, processor, picture), want)
     for off, expected in ((True, plain), (False, want)):
         for layer in find_lora_layers(reloaded).values():
             layer.off = off
-        # recurrent layers do not always sum in the same order
+        # recurrent layers do not always sum in the same order, and layers without adapters do not add zeros
         torch.testing.assert_close(compute_logits(reloaded, processor, picture), expected, rtol=0, atol=1e-6)
     sent = dict(sharding.FullParameters(M.Policy(reloaded, processor), trainable_only=True))  # an engine gets these
     assert sent.keys() == {f"{name}.weight" for name in find_lora_layers(ours)}
@@ -137,7 +136,7 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_pa
     ]
     assert timeless[0] == timeless[1]
     assert (
-        full[0]["policy/kl_ref"] == 0.0 < full[1]["policy/kl_ref"] and full[1]["mismatch/max_abs_logprob_diff"] < 1
+        abs(full[0]["policy/kl_ref"]) < 1e-9 < full[1]["policy/kl_ref"] and full[1]["mismatch/max_abs_logprob_diff"] < 1
     )
     base[1] = 8
     done = run(
@@ -168,10 +167,8 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_pa
     merge_lora.main(merge_lora.parse_args([str(tmp_path / "adapter"), "--out", str(tmp_path / "back")]))
     processor = loaded["qwen2_5_vl"][1]
     probes = [merge_lora.compute_probe_logprobs(M.load_hf(str(tmp_path / out)), processor) for out in ("hf", "back")]
-    assert (
-        torch.equal(*probes)
-        and (probes[0] - merge_lora.compute_probe_logprobs(M.load_hf(str(toys["qwen2_5_vl"])), processor)).abs().max()
-        > 1e-3
-    )
+    torch.testing.assert_close(*probes, rtol=0, atol=1e-5)  # two ways to the weights
+    plain = merge_lora.compute_probe_logprobs(M.load_hf(str(toys["qwen2_5_vl"])), processor)
+    assert (probes[0] - plain).abs().max() > 1e-3
     done = run([sys.executable, "merge_lora.py", toys["qwen2_5_vl"], "--out", tmp_path / "no"], check=False)
     assert done.returncode == 1 and "nor a PEFT adapter" in done.stderr

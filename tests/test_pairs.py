@@ -3,13 +3,13 @@
 import io
 import json
 import random
-import time
 from collections import Counter
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import cpu_limit
 from PIL import Image
 
 from errors import UserError
@@ -213,10 +213,9 @@ def test_toy_is_correct_deterministic_and_its_splits_share_no_image(tmp_path):
 def test_ten_thousand_random_texts():
     rng = random.Random(0)
     pieces = "1 2 3 image left right both none first \\boxed{ } <think> </think> and or , <|im_end|> ② ١ not".split()
-    start = time.process_time()
-    for i in range(10_000):
-        text = rng.choice(["", " "]).join(rng.choices(pieces, k=rng.randint(0, 20)))
-        rewards = pairs.which_image(text, row("2", 2 + i % 3), "stop")
-        assert len(rewards["images"]) == 2 + i % 3 and rewards["accuracy"] in (0.0, 1.0)
-        pairs.nlvr2(text, row("True"), "stop")
-    assert (time.process_time() - start) / 10_000 < 0.002
+    with cpu_limit(100):
+        for i in range(10_000):
+            text = rng.choice(["", " "]).join(rng.choices(pieces, k=rng.randint(0, 20)))
+            rewards = pairs.which_image(text, row("2", 2 + i % 3), "stop")
+            assert len(rewards["images"]) == 2 + i % 3 and rewards["accuracy"] in (0.0, 1.0)
+            pairs.nlvr2(text, row("True"), "stop")

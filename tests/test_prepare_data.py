@@ -18,12 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
@@ -725,7 +727,7 @@ def server():
                 return self.end_headers()
             if self.path == "/header.png":  # every byte arrives within the timeout, but the headers never end
                 try:
-                    for byte in b"HTTP/1.0 200 OK\r\n" + b"X: " + b"a" * 100:
+                    for byte in chain(b"HTTP/1.0 200 OK\r\nX: ", repeat(97)):
                         self.wfile.write(bytes([byte]))
                         time.sleep(0.05)
                 except ConnectionError:
@@ -737,7 +739,7 @@ def server():
             try:
                 self.wfile.write(bytes(3 << 20) if self.path == "/huge.png" else RED)
                 if self.path == "/drip.png":
-                    for _ in range(20):
+                    for _ in repeat(None):
                         time.sleep(0.1)
                         self.wfile.write(b"x")
                         self.wfile.flush()
@@ -778,15 +780,11 @@ def test_urls_are_fetched_and_stored(tmp_path, server):
 def test_url_failures(tmp_path, server, name, flags, reason, tries):
     url, hits = server
     source = write_jsonl(tmp_path / "q.jsonl", [{"prompt": "<image>", "images": f"{url}/{name}.png", "answer": "1"}])
-    started = time.monotonic()
     with pytest.raises(ValueError, match=f"q.jsonl line 1: image 0 .*{reason}"):
         run("jsonl", "--input", source, "--data-source", "t", "--out", tmp_path / "o.parquet", "--url-private", *flags)
-    assert hits.count(f"/{name}.png") == tries and time.monotonic() - started < 2.0, (
-        "the timeout covers the whole fetch"
-    )
-    while [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]:
-        assert time.monotonic() - started < 2.0, "an abandoned thread is still reading"
-        time.sleep(0.01)
+    assert hits.count(f"/{name}.png") == tries
+    # no abandoned thread goes on reading
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")])
 
 
 def test_a_malformed_url_only_fails_its_own_row(tmp_path, server, capsys):
@@ -1341,12 +1339,12 @@ def test_ctrl_c_ends_without_a_traceback(tmp_path):
     root = Path(__file__).parents[1]
     child = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True, preexec_fn=restore_sigint)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         # Wait for the draft
         while not list(tmp_path.iterdir()) and child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         child.send_signal(signal.SIGINT)
-        assert child.communicate(timeout=60)[1] == "interrupted\n" and child.returncode == 130
+        assert child.communicate(timeout=300)[1] == "interrupted\n" and child.returncode == 130
     finally:
         child.kill()
     assert not list(tmp_path.iterdir())

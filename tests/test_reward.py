@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import nullcontext
 from decimal import Decimal
 from fractions import Fraction
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import cpu_limit, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,9 +60,7 @@ def test_golden_file_is_complete():
 
 @pytest.mark.parametrize("row", [row for row in ANSWERS if not row["ambiguous"]], ids=lambda row: row["prediction"])
 def test_golden_answer(row):
-    start = time.perf_counter()
     assert geometry.grade_geometry(row["response"], row["ground_truth"]) == bool(row["human_should_accept"])
-    assert time.perf_counter() - start < 1.0
 
 
 def test_verdicts_on_ambiguous_rows():
@@ -656,10 +654,9 @@ def test_wrappers_of_an_answer_do_not_matter(pair, wrapper):
 @given(
     st.text(alphabet="0123456789+-*/^(){}[]\\ .,:=<>≈%°√πabxm_|!?&", max_size=60), st.sampled_from(["48", "2x+3"])
 )
-def test_no_text_raises_or_takes_long(text, truth):
-    start = time.perf_counter()
-    assert geometry.grade_geometry(f"\\boxed{{{text}}}", truth) in (True, False)
-    assert time.perf_counter() - start < _math_verify.TIMEOUT_S + 5
+def test_no_text_raises_or_hangs(text, truth):
+    with cpu_limit():
+        assert geometry.grade_geometry(f"\\boxed{{{text}}}", truth) in (True, False)
 
 
 # --- hostile answers ----------------------------------------------------------------------------------------------
@@ -705,12 +702,10 @@ def test_hostile_answer_is_rejected_quickly_without_math_verify(answer):
         for truth in ("5 \\sqrt { 3 }", "2x+3", "B"):
             for response in (f"<think>a</think> \\boxed{{{answer}}}", answer):
                 for grader in (geometry.grade_geometry, lambda r, t: grade(r, example(t))["accuracy"]):
-                    start = time.perf_counter()
-                    assert not grader(response, truth)
-                    assert time.perf_counter() - start < 1.0
-        start = time.perf_counter()
-        grade(f"\\boxed{{{answer}}}", example("red", "shapes", answer_type="colour"))
-        assert time.perf_counter() - start < 1.0
+                    with cpu_limit():
+                        assert not grader(response, truth)
+        with cpu_limit():
+            grade(f"\\boxed{{{answer}}}", example("red", "shapes", answer_type="colour"))
     assert counted.counts["cas"] == 0
 
 
@@ -735,13 +730,9 @@ def test_cas_is_killed_on_timeout_and_restarted():
     assert geometry.same_answer("\\log_2 8", "3")
     process = math_verify_process()
     with Counting() as counted:
-        start = time.perf_counter()
         assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")
-        assert time.perf_counter() - start < _math_verify.TIMEOUT_S + 3
         assert process.returncode == -signal.SIGKILL and counted.counts["cas_timeout"] == counted.counts["cas"] == 1
-        start = time.perf_counter()
         assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")  # cached, because samples of a prompt repeat answers
-        assert time.perf_counter() - start < 0.1
         assert geometry.same_answer("\\log_2 16", "4") and counted.counts["cas"] == 2
 
 
@@ -782,9 +773,7 @@ def test_hanging_answers_of_a_batch_share_a_budget(monkeypatch):
     grader = Grader(RewardConfig(reward_workers=0, reward_errors="stop"))
     assert geometry.same_answer("\\log_2 4", "2")  # imports math-verify, whose time would count against the answers
     for _ in range(2):
-        start = time.perf_counter()
         rewards = grader.collect([make_rollout_stub(row, text) for row, text in zip(rows, responses, strict=True)])
-        assert time.perf_counter() - start < _math_verify.TIMEOUT_S + 5.0
         assert [r["accuracy"] for r in rewards] == [1.0] + [0.0] * 40 + [1.0]
         counts = grader.pop_counts()
         assert counts["graded"] == len(answers) and counts["cas_timeout"] == 1 and counts["cas_budget"] == 39
@@ -866,12 +855,9 @@ def test_no_worker_outlives_its_process(ending):
     if ending != "exit":
         code += "threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
         code += f"geometry.same_answer({HANG!r}, '3'); raise AssertionError('not killed')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == (0 if ending == "exit" else -signal.SIGKILL), done.stderr
-    deadline = time.monotonic() + 8
-    while is_alive(int(done.stdout)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(int(done.stdout))
+    wait_until(lambda: not is_alive(int(done.stdout)))
 
 
 def test_a_forked_process_gets_its_own_worker():
@@ -893,14 +879,14 @@ with Counting() as counted:
     assert geometry.same_answer("\\\\log_2 32", "5") and worker() == first
 assert counted.counts["cas_crash"] == 0
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
 def print_heavy_imports(names, heavy):
     code = f"import sys, {names}; print([m for m in {heavy!r} if m in sys.modules]"
     code += ", sys.modules['tasks._math_verify'].own_pool.cache_info().currsize)"
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
 
 
 def test_imports_are_light():
@@ -946,9 +932,8 @@ def test_engines_keep_special_tokens_visible(loaded):
 
 
 def test_format_reward_takes_linear_time():
-    start = time.perf_counter()
-    assert geometry.format_reward("<think>" + "</think>\\boxed{" * 100_000) == 0.0
-    assert time.perf_counter() - start < 0.5
+    with cpu_limit():
+        assert geometry.format_reward("<think>" + "</think>\\boxed{" * 100_000) == 0.0
 
 
 # --- shapes -------------------------------------------------------------------------------------------------------
@@ -1035,7 +1020,7 @@ for row in rows[1:]:
     except reward.UserError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     scored, unknown, empty = done.stdout.splitlines()
     assert scored == "[{'legal': 1.0, 'reward': 1.0}, {'legal': 1.0, 'reward': 0.0}] {'chess': 1} Write a move."
     assert re.search(r"no reward for data_source 'go' \(task 'go'\); known tasks: .*chess, .*geo3k, .*shapes", unknown)

@@ -18,6 +18,7 @@ import httpx2
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import wait_until
 from safetensors import SafetensorError
 from test_train import write_parquet
 
@@ -200,13 +201,6 @@ def assert_complete(rollouts, version=1, max_tokens=N_NEW):
         assert r.text == " ".join(map(str, r.response)) and r.ended_by == "response"
 
 
-def wait_until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def set_delay(servers, delay=0.002):
     for server in servers:
         server.delay = delay
@@ -266,7 +260,7 @@ def test_ranks_start_with_different_servers(rank, connect):
 
 def test_two_threads_sample_at_once(connect):
     engine, servers = connect(2)
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=120)
     set_delay(servers, 0.5)
 
     def sample(uid):
@@ -641,7 +635,7 @@ def test_requests_of_a_server_that_failed_an_update_are_sent_elsewhere(connect):
     servers[0].failing_updates = 1
     run_sync(engine, 2.0)
     assert list(engine.unavailable) == [URLS[0]] and servers[0].paused
-    rollouts = call.result(timeout=10)
+    rollouts = call.result(timeout=120)
     assert {r.prompt.uid for r in rollouts if set(r.versions) == {2}} == {"a"}
     assert all(len(r.response) == N_NEW for r in rollouts)
 

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_rollout import example, ids, places, trainer_logprobs
+from conftest import wait_until
+from test_rollout import assert_same, example, places, trainer_logprobs
 from test_train import TORCHRUN, flags, rows, run, without_time
-from test_vllm import CPU, RECURRENT, SETTINGS, assert_same, check_noised_samples, gaps, named, start
+from test_vllm import CPU, RECURRENT, SETTINGS, check_noised_samples, gaps, named, start
 from test_vllm import data as data
 from test_vllm import mixed as mixed
 from test_vllm import toys as toys
@@ -110,13 +111,12 @@ def test_responses_equal_those_of_vllm_in_this_process(two, fifty_examples):
         each.load_weights(named(hf))
     prompts, sampling = make_prompts(fifty_examples, two.processor), SamplingParams(24, temperature=0.8, seed=3)
     ours, theirs = engine.generate(prompts, 2, sampling), in_process.generate(prompts, 2, sampling)
-    assert ids(ours) == ids(theirs)
     assert_same(ours, theirs)
     assert max(map(torch.max, gaps(ours, hf, two.processor, 0.8))) <= 1e-5
     assert {tuple(r.versions) for r in ours} <= {(1,) * n for n in range(1, 25)}
     assert all(len(r.versions) == len(r.response) for r in ours)
     greedy = SamplingParams(12, temperature=0.0)
-    assert_same(engine.generate(prompts[:8], 1, greedy), in_process.generate(prompts[:8], 1, greedy))
+    assert_same(engine.generate(prompts[:8], 1, greedy), in_process.generate(prompts[:8], 1, greedy), greedy=True)
 
 
 def test_noised_samples_see_noised_images(two, mixed):  # noqa: F811
@@ -259,9 +259,7 @@ def test_a_server_that_hangs_is_left_out_until_it_answers(two, mixed):  # noqa: 
         engine.load_weights(named(hf))  # to the other server only
     finally:
         os.killpg(process.pid, signal.SIGCONT)
-    deadline = time.monotonic() + 30
-    while not is_healthy(two.urls[1]) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(lambda: is_healthy(two.urls[1]))
     engine.load_weights(named(hf))
     assert not engine.unavailable
     assert_same(engine.generate(prompts, 2, sampling), expected)
@@ -360,7 +358,8 @@ def test_a_synchronous_run_with_servers_equals_the_run_in_process(two, command, 
     for row, expected in zip(servers, mismatch_metrics, strict=True):
         for name, value in expected.items():
             assert row.pop(name) == pytest.approx(value, abs=2e-6)
-    assert servers == in_process
+    # the last bits of the engine's log-probabilities may also change a loss
+    assert servers == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in in_process]
     assert [row["reward/mean"] for row in on_two[1:]] == pytest.approx([row["reward/mean"] for row in in_process[1:]])
 
 

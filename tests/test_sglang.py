@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from test_rollout import example, places, trainer_logprobs
+from test_rollout import assert_same, example, places, trainer_logprobs
 from test_servers import LIMITS, ONE, connected, in_the_middle, spans
 from test_train import flags, rows
 from test_train import run as run_command
@@ -239,9 +239,10 @@ def test_greedy_tokens_equal_those_of_hf(server, mixed, run_with_trainer):
 
     async def scenario(trainer):
         greedy, others = await asyncio.gather(trainer.ask_all(prompts, 1, temperature=0.0), trainer.ask_all(prompts, 1))
-        assert [answer.tokens for _, answer in greedy] == [r.response for r in theirs] and len(others) == 4
-        for (_, answer), r in zip(greedy, theirs, strict=True):
-            torch.testing.assert_close(torch.tensor(answer.logprobs), torch.tensor(r.logprobs), rtol=0, atol=1e-5)
+        pairs = zip(greedy, theirs, strict=True)
+        ours = [replace(r, response=answer.tokens, logprobs=answer.logprobs) for (_, answer), r in pairs]
+        assert_same(ours, theirs, greedy=True)
+        assert len(others) == 4
 
     run_with_trainer(scenario, restore=False)
 

@@ -22,7 +22,7 @@ def run(script: Path, out: Path) -> str:
     flags = [] if script.name == "size.py" else ["--short", *EXTRA_FLAGS.get(script.name, [])]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "OUT": str(out), "PYTHON": sys.executable}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    done = run_command([*python, script, *flags], env=env, timeout=500)
+    done = run_command([*python, script, *flags], env=env, timeout=1800)
     logs = "".join(log.read_text()[-2000:] for log in sorted(out.rglob("*.log")))
     assert done.returncode == 0, f"{script.name}: {done.stdout[-2000:]}{done.stderr[-3000:]}{logs}"
     return done.stdout

@@ -312,7 +312,7 @@ def kill_after(command, out, step):
     """Kill all processes of the run with SIGKILL once `step` is logged."""
     log = Path(out).parent / "killed.log"
     with forked(list(map(str, command)), ROOT, None, log, log) as processes:
-        deadline = time.time() + 200
+        deadline = time.time() + 1200
         while time.time() < deadline and len(running(processes)) == len(processes):
             path = Path(out) / "metrics.jsonl"
             if path.exists() and any(f'"step": {step},' in line for line in path.read_text().splitlines()):

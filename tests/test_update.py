@@ -156,10 +156,11 @@ def test_kl_to_an_equal_reference_is_zero_until_the_policy_changes(toys, ctx):
     models = Models(policy, make_optimizer(policy, cfg.optim.lr, 0.0), reference=reference)
     first, _ = run_update(cfg, ctx, models, make_rollouts(UNEVEN))
     second, _ = run_update(cfg, ctx, models, make_rollouts(UNEVEN))
-    assert first["policy/kl_ref"] == 0 and second["policy/kl_ref"] > 1e-5 and second["kl/coef"] == 0.1
+    # with and without gradients the models may run other kernels; an error of 1e-5 in a log-probability gives 5e-11
+    assert abs(first["policy/kl_ref"]) < 1e-9 and second["policy/kl_ref"] > 1e-5 and second["kl/coef"] == 0.1
     copy_weights(policy, reference)
     third, _ = run_update(cfg, ctx, models, make_rollouts(UNEVEN))
-    assert third["policy/kl_ref"] == 0
+    assert abs(third["policy/kl_ref"]) < 1e-9
     assert not any(p.requires_grad or p.grad is not None for p in reference.parameters())
 
 

@@ -37,7 +37,7 @@ def results(tmp_path_factory) -> dict:
     env |= {"PYTHONPATH": f"{NULL_GPU / 'site'}:{ROOT}:{ROOT / 'tests'}", "VLLM_CACHE_ROOT": str(folder / "cache")}
     env |= {"NULL_GPU_GIB": "1", "NULL_GPU_COUNT": "4", "CUDA_VISIBLE_DEVICES": "3", "TRITON_INTERPRET": "1"}
     command = [sys.executable, NULL_GPU / "check_vllm.py", folder / "qwen2_5_vl"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-6000:]}"
     return json.loads(done.stdout.splitlines()[-1])
 

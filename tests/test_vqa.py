@@ -9,16 +9,15 @@ data/vqa_reference.jsonl holds 1,000 texts, each with the normal form that the e
 `processPunctuation`, then `processDigitArticle`, of github.com/GT-Vision-Lab/VQA as in salesforce-lavis 1.0.2.
 """
 
-import gc
 import io
 import json
 import random
-import time
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import cpu_limit
 from PIL import Image
 
 from errors import UserError
@@ -477,11 +476,10 @@ def test_ten_thousand_strings():
     soft = json.dumps(["red", "blue", "3", "yes", "dog", "two dogs", "none", "grey", "1,000", "t-shirt"])
     rows = [example("3"), example("yes", IS_THERE), example("red", COLOUR), example(soft, COLOUR)]
     rows += [example("B", WHICH, answer_type="multiple choice")]
-    start = time.process_time()
-    for i, text in enumerate(random_texts(10_000, 0)):
-        rewards = grade(text, rows[i % 5], finish_reason="stop" if i % 3 else "length")
-        assert 0.0 <= rewards["accuracy"] <= 1.0
-    assert (time.process_time() - start) / 10_000 < 0.001
+    with cpu_limit(100):
+        for i, text in enumerate(random_texts(10_000, 0)):
+            rewards = grade(text, rows[i % 5], finish_reason="stop" if i % 3 else "length")
+            assert 0.0 <= rewards["accuracy"] <= 1.0
 
 
 HOSTILE = ["9" * 100_000, "three " * 17_000, "\\boxed{" * 14_000, "\\boxed{3}" * 11_000, "\\boxed " * 14_000]
@@ -491,21 +489,12 @@ HOSTILE += [f"\\boxed{{{(part * 1000)[:990]}}}" for part in PARTS]
 HOSTILE += ["\\boxed{" + "a" * 900 + "}" + "\\boxed{" * 14_000 + "}" * 14_000, "ﷺ" * 900, "\\text{" * 150 + "}" * 150]
 
 
-@pytest.fixture
-def no_garbage_collection():
-    """Switch off garbage collection: with the objects of all earlier tests it would exceed the time limit."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.parametrize("response", HOSTILE, ids=lambda text: text[:20])
-def test_hostile_responses_take_no_time(response, no_garbage_collection):
+def test_hostile_responses_take_no_time(response):
     for row in (example("3"), example("yes", IS_THERE), example("B", WHICH, answer_type="multiple choice")):
-        start = time.process_time()
-        accuracy = grade(response, row)["accuracy"]
+        with cpu_limit():
+            accuracy = grade(response, row)["accuracy"]
         assert accuracy == (response.startswith("\\boxed{3}") and row.ground_truth == "3")
-        assert time.process_time() - start < 0.5
 
 
 # --- converting rows ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import complete
+from conftest import complete, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -65,7 +65,7 @@ async def crowd(response, example):
     global together, most
     together += 1
     most = max(most, together)
-    await asyncio.sleep(0.3)
+    while response == "many" and most <= 20: await asyncio.sleep(0.01)
     together -= 1
     return {"most": most, "reward": 0.0}
 
@@ -76,6 +76,11 @@ def about(response, example, finish_reason, step, stage):
 
 def pause(response, example):
     time.sleep(float(response))
+    return os.getpid() % 100_000
+
+def meet(folder, example):
+    open(f"{folder}/{os.getpid()}", "w").close()
+    while len(os.listdir(folder)) < 2: time.sleep(0.01)
     return os.getpid() % 100_000
 '''
 
@@ -134,15 +139,23 @@ def test_if_a_worker_fails_to_start_calls_wait_for_the_others_to_start(tmp_path)
     assert [r["reward"] for r in results] == [1.0] * 20 and not grader.failed
 
 
-def test_consecutive_slow_calls_are_spread_over_the_workers(tmp_path):
+def test_consecutive_slow_calls_are_spread_over_the_workers(tmp_path, monkeypatch):
+    """After slow calls a message holds few calls. By its share of the 64 waiting calls a worker would get eight."""
     code = "import time\ndef score(response, example):\n    time.sleep(float(response))\n    return 1\n"
     (tmp_path / "slow.py").write_text(code)
     grader = Grader(RewardConfig(reward=(f"{tmp_path}/slow.py:score",), reward_workers=4))
     grader.collect(make_responses(["0.1"] * 16, [make_row(0, "any")]))
-    start = time.monotonic()
-    grader.collect(make_responses(["0.001"] * 16 + ["0.4"] * 16 + ["0.001"] * 32, [make_row(0, "any")]))
+    messages, original = [], pool.WorkerProcess.send_calls
+
+    def record(process, jobs, timed_out):
+        messages.append([item.response for job in jobs for item in job.call.items])
+        original(process, jobs, timed_out)
+
+    monkeypatch.setattr(pool.WorkerProcess, "send_calls", record)
+    grader.collect(make_responses(["0.001"] * 16 + ["0.2"] * 16 + ["0.001"] * 32, [make_row(0, "any")]))
     grader.close()
-    assert time.monotonic() - start < 2.3  # 1.6 s if spread ideally, 2.8 s in chunks of eight
+    slow = [message.count("0.2") for message in messages]
+    assert sum(slow) == 16 and max(slow) <= 2 and sum(map(len, messages)) == 64
 
 
 # --- the number of workers does not matter --------------------------------------------------------------------------
@@ -233,16 +246,15 @@ def test_workers_start_with_the_first_call_stay_and_import_little(make_grader, c
     assert not pool.processes and not pool.threads and capfd.readouterr().out.count("said by") == 120
 
 
-def test_workers_share_the_calls_and_grade_during_sampling(make_grader):
-    grader = make_grader("pause", reward_workers=2)
-    grader.collect(make_responses(["0"] * 4))  # start the workers
-    rollouts = make_responses(["0.03"] * 60)  # too many for one worker, which would take 0.6 s longer
+def test_workers_share_the_calls_and_grade_during_sampling(make_grader, tmp_path):
+    """A call of `meet` ends when two workers have begun one."""
+    (folder := tmp_path / "met").mkdir()
+    grader = make_grader("meet", reward_workers=2)
+    rollouts = make_responses([str(folder)] * 60)
     for r in rollouts:
         grader.submit(r)
-        time.sleep(0.02)  # sampling
-    start = time.perf_counter()
-    pids = {r["reward"] for r in grader.collect(rollouts)}
-    assert time.perf_counter() - start < 0.4 and len(pids) == 2
+    wait_until(lambda: len([*folder.iterdir()]) == 2)  # sampling
+    assert {r["reward"] for r in grader.collect(rollouts)} == {int(file.name) % 100_000 for file in folder.iterdir()}
 
 
 class CountedExample(SimpleNamespace):
@@ -267,15 +279,13 @@ def test_an_example_is_sent_once_per_batch(make_grader):
 @pytest.mark.parametrize("how", ["hang", "sleep"])
 def test_a_call_that_times_out_fails_and_the_others_are_retried(make_grader, how, capfd):
     texts = [how if i in (3, 20, 21) else "fine" for i in range(40)]
-    grader = make_grader("bad", reward_workers=2, reward_timeout=1.0)
-    start = time.perf_counter()
+    grader = make_grader("bad", reward_workers=2, reward_timeout=2.0)
     results = grader.collect(make_responses(texts, [make_row(n) for n in range(40)], step=7))
-    assert time.perf_counter() - start < 20
     assert failure_kinds(grader) == {3: "timeouts", 20: "timeouts", 21: "timeouts"}
     assert all((r is None) if i in (3, 20, 21) else (r == {"reward": 1.0}) for i, r in enumerate(results))
     assert grader.counts["reward/timeouts"] == 3 and grader.counts["reward/errors"] == 0
     stderr = capfd.readouterr().err
-    assert f"row 'row-3': the reward took longer than --reward-timeout 1 s; for the response '{how}'" in stderr
+    assert f"row 'row-3': the reward took longer than --reward-timeout 2 s; for the response '{how}'" in stderr
     assert "3 of 40 rewards failed (3 timeout)" in stderr and "mine.py" in stderr  # the location
     assert grader.collect(make_responses(["fine"] * 3)) == [{"reward": 1.0}] * 3
 
@@ -314,9 +324,7 @@ def test_a_failure_shows_only_the_users_frames_and_no_control_characters(make_gr
 def test_async_calls_run_concurrently(make_grader):
     grader = make_grader("crowd", reward_workers=1)
     grader.collect(make_responses(["a"]))
-    start = time.perf_counter()
-    results = grader.collect(make_responses(["a"] * 100))
-    assert time.perf_counter() - start < 3.0  # 30 s one after another
+    results = grader.collect(make_responses(["many"] * 100))  # each waits until 21 have run at a time
     assert 20 < max(r["most"] for r in results) <= 64
 
 
@@ -402,13 +410,11 @@ def test_no_worker_outlives_its_trainer(tmp_path, ending):
         code += "grader.submit(make_rollout_stub(row, 'hang')); time.sleep(0.5)\n"
     code += {"SIGKILL while it hangs": "os.kill(os.getpid(), 9)", "os._exit": "os._exit(0)"}.get(ending, "")
     done = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/mine.py:f"], cwd=ROOT, capture_output=True,
-                          text=True, timeout=60)
+                          text=True, timeout=300)
     assert done.returncode == (-signal.SIGKILL if "SIGKILL" in ending else 0), done.stderr
     pids = list(map(int, done.stdout.split()))
-    deadline = time.monotonic() + 5
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert pids and not any(map(is_alive, pids))
+    assert pids
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_a_worker_whose_trainer_died_before_its_start_ends_at_once():
@@ -416,7 +422,7 @@ def test_a_worker_whose_trainer_died_before_its_start_ends_at_once():
     # the last argument is the trainer's process id, which is not 1
     code = "import sys; from rewards.call import reward_worker_main; reward_worker_main(int(sys.argv[1]), 1)"
     command = [sys.executable, "-c", code, str(theirs.fileno())]
-    assert subprocess.run(command, cwd=ROOT, pass_fds=[theirs.fileno()], timeout=60).returncode == 0
+    assert subprocess.run(command, cwd=ROOT, pass_fds=[theirs.fileno()], timeout=300).returncode == 0
     ours.close(), theirs.close()
 
 

@@ -33,7 +33,7 @@ SERVER.set_forkserver_preload([
 ])  # fmt: skip
 
 
-def run_command(command: list, cwd: Path = ROOT, env: dict | None = None, timeout: float = 300, **kwargs):
+def run_command(command: list, cwd: Path = ROOT, env: dict | None = None, timeout: float = 1800, **kwargs):
     """Run a command as subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout) does,
     but in forked processes if possible. If one rank fails, the others are killed; torchrun would terminate them."""
     command, end = list(map(str, command)), time.monotonic() + timeout

@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+import triton
 
 import kernels
 
@@ -36,7 +37,8 @@ for hidden, vocab in SHAPES.values():
     )
     total.backward()
 compiled = {}
-for name in ("_statistics_kernel", "_gradient_kernel"):
-    [cache] = getattr(kernels, name).device_caches.values()
-    compiled[name] = [kernel.metadata.shared for kernel in cache[0].values()]
+for name, function in vars(kernels).items():
+    if name.endswith("_kernel") and isinstance(function, triton.JITFunction):
+        [cache] = function.device_caches.values()
+        compiled[name] = [kernel.metadata.shared for kernel in cache[0].values()]
 print(json.dumps(compiled))

@@ -15,6 +15,7 @@ from test_rollout import example, trainer_logprobs
 import model as M
 from engines.launch import size_limits
 from engines.vllm import VLLMEngine
+from engines.vllm_ban import BannedTokensProcessor
 from rollout import ExampleList, Rollout, SamplingParams, make_prompts
 from tasks.shapes import shapes_rows
 
@@ -67,7 +68,7 @@ def main(path: str) -> None:
     runner = engine.executor.driver_worker.model_runner
     results["v2"] = [runner.vllm_config.use_v2_model_runner, type(runner).__module__]
     results["device"] = [str(runner.device), torch.cuda.device_count()]
-    [ban] = [p for p in runner.sampler.logits_processors if type(p).__name__ == "Ban"]
+    [ban] = [p for p in runner.sampler.logits_processors if isinstance(p, BannedTokensProcessor)]
     calls, apply = [], ban.apply
     ban.apply = lambda logits, ctx=None: calls.append(logits.shape) or apply(logits, ctx)
 
