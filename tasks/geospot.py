@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 
 from errors import UserError, as_user_error, need
 from prepare_data import IMAGE_PLACEHOLDER, RawRow, ToyConfig
-from reward import SPECIAL_TOKEN_PATTERN, register
+from reward import NUMBER, SPECIAL_TOKEN_PATTERN, register
 from tasks._places import REGION_NAMES
 from tasks._tables import any_rows, files_below, first_nonempty, make_row
 from tasks.shapes import COLOURS, SIDE, Scene, draw_shapes, encode_png, in_one_split, toy_of
@@ -260,13 +260,9 @@ LABELS = {
 FIELDS = {label: field for field, labels in LABELS.items() for label in labels.split()}
 ANSWER_FILLERS = "name code or and approximate estimated decimal degrees".split()
 LABEL = re.compile(r"(?<!\w)([A-Za-z][A-Za-z/ _()]{1,30}?)[*_`\"' ]{0,4}[:=：]")
-ANGLE_NUMBER = r"[0-9]{1,3}(?:\.[0-9]*)?(?:e-[0-9]{1,2})?"  # only ASCII digits, as in JSON
-ANGLE = (
-    rf" ?([+-]?) ?({ANGLE_NUMBER}) ?(?:°|deg|degrees)? ?(?:({ANGLE_NUMBER}) ?' ?"
-    rf"(?:({ANGLE_NUMBER}) ?(?:\"|''))?)? ?([A-Z]?) ?"
-)
+ANGLE = rf" ?([+-]?) ?({NUMBER}) ?(?:°|deg|degrees)? ?([A-Z]?) ?"
 PAIR = re.compile(rf"{ANGLE}[,; ]{ANGLE}", re.I)
-SIGNS = str.maketrans("−–’′”″º", "--''\"\"°")
+SIGNS = str.maketrans("−–º", "--°")
 
 
 def field_name(label: str) -> str | None:
@@ -322,17 +318,14 @@ def parse_answer(response: str) -> dict[str, Any]:
     return {field: values[0] for field, values in field_values.items() if all(value == values[0] for value in values)}
 
 
-def parse_degrees(
-    sign: str, whole: str, minutes: str | None, seconds: str | None, letter: str, axis: str
-) -> float | None:
+def parse_degrees(sign: str, number: str, letter: str, axis: str) -> float | None:
     """Return an angle in degrees, or None if it is contradictory or out of range.
 
     `axis` has the letters of the positive and the negative direction: "NS" or "EW".
     """
-    value = float(whole) + float(minutes or 0) / 60 + float(seconds or 0) / 3600
-    letter = letter.upper()
+    value, letter = float(number), letter.upper()
     contradiction = letter and (letter not in axis or (sign == "-" and letter == axis[0]))
-    if contradiction or value > (90 if axis == "NS" else 180) or float(minutes or 0) >= 60 or float(seconds or 0) >= 60:
+    if contradiction or value > (90 if axis == "NS" else 180):
         return None
     return -value if sign == "-" or letter == axis[1] else value
 
@@ -347,7 +340,7 @@ def read_coordinates(answer: dict[str, Any]) -> tuple[float, float] | None:
     match = PAIR.fullmatch(" ".join(text.translate(SIGNS).strip("()[]{} ").split()))
     if match is None:
         return None
-    lat, lon = parse_degrees(*match.groups()[:5], "NS"), parse_degrees(*match.groups()[5:], "EW")
+    lat, lon = parse_degrees(*match.groups()[:3], "NS"), parse_degrees(*match.groups()[3:], "EW")
     return None if lat is None or lon is None else (lat, lon)
 
 

@@ -360,8 +360,8 @@ def test_wrong_options_are_refused(options, message):
         ([48.8566], 2.3522, 0.0),
         (True, True, 0.0),
         ("٤٨.٨٥٦٦", "٢.٣٥٢٢", 0.0),  # Arabic digits: the prompt asks for JSON, which has only 0 to 9
-        ("48°51'23.8\"N", "2°21'7.9\"E", 1.0),  # degrees, minutes, seconds
-        ("48° 51.396' N", "2° 21.132' E", 1.0),  # degrees and minutes
+        ("48°51'23.8\"N", "2°21'7.9\"E", 0.0),  # degrees, minutes and seconds are not read
+        ("4.88566e1", "2.3522E0", 1.0),
         ("48.8566 N", "2.3522 W", None),
         (48.8566, 2.3522, 1.0),
     ],
@@ -378,12 +378,9 @@ def test_unusual_and_invalid_coordinates(lat, lon, share):
         ("-90, -180", (-90, -180)),
         ("90.01, 0", None),
         ("0, -180.01", None),
-        ("1°59'59\"S, 0°0'36\"W", (-1 - 59 / 60 - 59 / 3600, -0.01)),
-        ("1°60'0\"N, 0", None),
-        ("1°0'60\"N, 0", None),
     ],
 )
-def test_the_largest_degrees_minutes_and_seconds(text, read):
+def test_the_largest_degrees(text, read):
     coordinates = geospot.read_coordinates({"coordinates": text})
     assert coordinates is None if read is None else coordinates == pytest.approx(read, rel=1e-12)
     if read == (90, 180):
@@ -410,7 +407,7 @@ READABLE = [
     "- **Country**: France\n- **Region:** Île-de-France\n- **City**: *Paris*\n- **Coordinates**: (48.8566°, 2.3522°)",
     "country: France; region: Île-de-France; city: Paris; coordinates: 48.8566° N, 2.3522° E",
     "Country: France, Region: Île-de-France, City: Paris, Latitude: 48.8566, Longitude: 2.3522.",
-    "1. Country = France\n2. Region = Île-de-France\n3. City = Paris\n4. Coordinates = 48°51'23.8\"N 2°21'7.9\"E",
+    "1. Country = France\n2. Region = Île-de-France\n3. City = Paris\n4. Coordinates = 48.8566°N 2.3522°E",
     "Country：France\nRegion：Île-de-France\nCity：Paris\nLatitude/Longitude：48.8566, 2.3522",
     "The signs are in French.\n\ncountry: France\nregion: Île-de-France\ncity: Paris\nlat: 48.8566\nlng: 2.3522\n",
     "Reasons. " * 9000 + '{"country": "FR", "region": "Île-de-France", "city": "Paris", "lat": 48.8566, "lon": 2.3522}',
@@ -427,8 +424,7 @@ def test_readable_forms(response):
 @pytest.mark.parametrize(
     "text",
     ["-33.8688, 151.2093", "33.8688 S, 151.2093 E", "33.8688° S 151.2093° E", "[-33.8688; 151.2093]"]
-    + ["−33.8688,151.2093", "33°52'7.7\"S, 151°12'33.5\"E"]
-    + ["33°52′7.7″ S, 151°12′33.5″ E", "-33.8688° S, +151.2093° E"],
+    + ["−33.8688,151.2093", "-33.8688° S, +151.2093° E"],
 )
 def test_readable_forms_of_coordinates(text):
     assert correct_parts(f"coordinates: {text}", SOUTH) == "coordinates"

@@ -42,7 +42,7 @@ def make_parent(tmp_path, toy=True, machine=MACHINE) -> gpu.Parent:
 
 def test_scripts_start_with_the_packages_of_the_bare_machine():
     """The bare GPU machine has only the packages of gpu.NEEDED; all others are imported where they are used."""
-    hidden = "httpx2 math_verify latex2sympy2_extended sklearn pycountry matplotlib latex2mathml openai vllm".split()
+    hidden = "httpx2 math_verify latex2sympy2_extended sklearn pycountry matplotlib openai vllm".split()
     code = "from transformers import AutoModelForImageTextToText, AutoProcessor; "  # it needs httpx2 only here
     code += f"import sys; sys.modules |= dict.fromkeys({hidden}); sys.path.insert(0, {str(ROOT)!r}); "
     code += "import train, eval, demo, merge_lora, prepare_data; train.parse_args('--help'.split())"

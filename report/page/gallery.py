@@ -8,9 +8,6 @@ from itertools import chain, islice
 from statistics import fmean
 from typing import Any
 
-from markupsafe import Markup
-
-from report.page.formulas import render_segment, split_formulas
 from report.page.thumbnails import Thumbnail, image_names, make_thumbnail, shown_images
 from report.records import MAX_IMAGE_SIDE, filter_columns, filter_tags, is_right, record_rewards
 from report.writer import ReportPage
@@ -20,42 +17,23 @@ PER_PAGE = 200  # prompts per page
 IMAGE_LEFT_OUT = "image left out to limit the size of the page"
 PAGE_IMAGES = 1000  # per page, divided equally among its prompts
 PAGE_CHARS = 3_000_000  # of text per page, divided equally among its texts
-FORMULA_CHARS = 1_500_000  # of rendered formulas per page, as HTML
 FULL_SIZE_BYTES = 1_000_000_000  # of full-size images per report, divided equally among its images
 
 
 class Texts:
-    """Renders the texts of a page: shortens long texts, and renders formulas while the page may still grow."""
+    """Shortens the long texts of a page."""
 
     def __init__(self, n: int):
         self.limit = PAGE_CHARS // n
-        self.share = FORMULA_CHARS // n
-        self.remaining = 0  # characters for formulas: each text adds its share, and unused ones are kept
         self.n_shortened = 0
-        self.n_source_formulas = 0
 
-    def show(self, text: str) -> list[Markup | int]:
+    def show(self, text: str) -> list[str | int]:
         """Return the pieces of a text; a number is the number of characters left out at its position."""
-        self.remaining += self.share
         if len(text) <= self.limit:
-            return [self.render(text)]
+            return [text]
         self.n_shortened += 1
         half = max(20, self.limit // 2)
-        return [self.render(text[:half]), len(text) - 2 * half, self.render(text[-half:])]
-
-    def render(self, text: str) -> Markup:
-        """Return a text as HTML, with its formulas rendered as far as the page may still grow."""
-        pieces = []
-        for segment in split_formulas(text):
-            piece = render_segment(segment)
-            if segment.latex is not None:
-                if len(piece) > self.remaining:
-                    self.n_source_formulas += 1
-                    piece = render_segment(segment._replace(latex=None))
-                else:
-                    self.remaining -= len(piece)
-            pieces.append(piece)
-        return Markup("".join(pieces))
+        return [text[:half], len(text) - 2 * half, text[-half:]]
 
 
 def take_images(thumbnails: Iterator[Thumbnail | str], names: Sequence[str]) -> list[tuple[str, Thumbnail | str]]:
@@ -121,7 +99,6 @@ class Gallery:
                 if self.folder else 0,
             "long texts are shortened; predictions.jsonl, or the .jsonl file of the step, has the full texts.":
                 self.texts.n_shortened,
-            "formulas are shown as source to limit the size of the page.": self.texts.n_source_formulas,
         }  # fmt: skip
         return cards, [f"{n:,} {note}" for note, n in left_out.items() if n]
 
@@ -133,7 +110,7 @@ class Gallery:
         labels += [name for name in ("gained", "lost") if name in self.facts[n].get("is", "").split()]
         images = take_images(thumbnails, image_names(example))
         messages = [self.message(m["role"], m["content"], images) for m in example.messages]
-        truth = self.texts.render(str(record["ground_truth"]))
+        truth = str(record["ground_truth"])
         samples = [self.sample(sample, thumbnails) for sample in record["samples"]]
         others = [self._comparison(label, by_uid[uid]["samples"]) for label, by_uid in self.others if uid in by_uid]
         head = {"n": n, "index": record.get("index", n), "uid": uid, "facts": self.facts[n]}

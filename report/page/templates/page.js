@@ -86,7 +86,7 @@
   const gallery = document.getElementById("gallery");
   if (!gallery) return;
   const find = (id) => document.getElementById(id);
-  const [bar, sort, search, count, help, source] = ["bar", "sort", "search", "count", "keys", "source"].map(find);
+  const [bar, sort, search, count, help] = ["bar", "sort", "search", "count", "keys"].map(find);
   const cards = [...gallery.children];
   const inOrder = new Map(cards.map((card, i) => [card, i]));
   const buttons = [...bar.querySelectorAll("[data-show]")];
@@ -232,7 +232,6 @@
     if (button) choose(button.dataset.show);
     else if (event.key === "j") step(1);
     else if (event.key === "k") step(-1);
-    else if (event.key === "t") source.checked = !source.checked;
     else if (event.key === "?") help.showModal();
     else if (event.key === "/") search.focus(), search.select();
     else if (event.key === "s") {
