@@ -432,8 +432,8 @@ class _TritonHead(_Head):
         buffer = self.hidden_KH.new_empty((self.block_rows, width), dtype=torch.float32)
         self.z_RV = buffer[:, : self.vocab]
         self.dz_RV = buffer.view(self.hidden_KH.dtype)[:, : self.vocab]  # its rows begin at those of z
-        allowed_V = torch.ones(self.vocab, dtype=torch.uint8, device=self.banned.device)
-        self.allowed_V = allowed_V.index_fill_(0, self.banned, 0)  # allowed_V[banned] = 0 would wait for the GPU
+        # an assignment, allowed_V[banned] = 0, would wait for the GPU
+        self.allowed_V = self.banned.new_ones(self.vocab, dtype=torch.uint8).index_fill_(0, self.banned, 0)
         block = min(4096, triton.next_power_of_2(self.vocab))
         self.launch = {"BLOCK": block, "num_warps": 8 if block == 4096 else 4}
 
