@@ -65,8 +65,8 @@ def train(env: dict[str, str], folder: Path, out: Path, flags: str) -> list[dict
     """Run train.py once for each part of the flags, written as in gpu.RUNS; return its rows of metrics."""
     family, flags = gpu.split_family(flags)
     for part in flags.split(" / "):
-        run(env, ROOT / "train.py", *gpu.toy_data(folder, family), "--out", out, *gpu.BASE.split(), "--reward-workers",
-            0, *part.split())
+        words = f"{gpu.BASE} --reward-workers 0 {part}".split()
+        run(env, ROOT / "train.py", *gpu.toy_data(folder, family), "--out", out, *words)
     return [row for row in gpu.read_rows(out / "metrics.jsonl") if "policy/grad_norm" in row]
 
 
