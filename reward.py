@@ -172,8 +172,6 @@ def find_task(example: Any) -> Task:
 
 # --- shared by tasks: the box -------------------------------------------------------------------------------------
 
-# a number in digits without its sign: 3, 0.5, .5, 6.02e23, 1e-7
-NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9.]))?"
 BOX_PATTERN = re.compile(r"\\(?:boxed|fbox)\s*\{")
 SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^<>|]{1,64}\|>")  # like `<|im_start|>`; engines keep these in the text
 

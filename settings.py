@@ -30,8 +30,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-import pyarrow.parquet as pq
-
 from errors import UserError, as_user_error, nearest, nearest_path, need, printable
 
 REQUIRED = MISSING  # the default of a setting that must be given
@@ -99,6 +97,8 @@ def find_other_name(name: str, args: Sequence[str] = (), per_step: int | str = "
     epochs, per_step = given.get(name, "N"), given.get("--prompts-per-step", per_step)
     remedy = f"; for epochs of the data use --steps = {epochs} x rows / {per_step}"
     with suppress(OSError, ValueError, ArithmeticError):
+        import pyarrow.parquet as pq  # imported here because reward workers import this file
+
         rows = pq.read_metadata(given.get("--data", "")).num_rows
         remedy += f"; {given['--data']} has {rows} rows"
         remedy += f": --steps {math.ceil(float(epochs) * (rows // int(per_step)))}"

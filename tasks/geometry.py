@@ -29,7 +29,6 @@ from errors import need, plug_in
 from prepare_data import IMAGE_PLACEHOLDER, TABLE_SOURCES, RawRow, ToyConfig, table_rows
 from reward import (
     MAX_ANSWER_CHARS,
-    NUMBER,
     SPECIAL_TOKEN_PATTERN,
     accuracy_and_format_reward,
     closing_brace,
@@ -42,6 +41,7 @@ from reward import (
 from sources.images import read_regular_file
 from sources.tables import expand_data_paths
 from tasks import _math_verify
+from tasks._grammar import NUMBER, VALUE_WORDS, Unit, split_unit, table
 from tasks.shapes import ANGLES, COLOURS, SIDE, Scene, draw_angle, encode_png, in_one_split, make_boxed_response, toy_of
 
 MAX_NESTING = 80  # brackets, powers and commands in one answer; each takes about six of Python's 1000 frames
@@ -58,7 +58,7 @@ ANSWER_TYPES = {  # type -> pattern; the first that matches all of an answer is 
     "pi": r".*(\\pi|π).*",
     "surd": r".*(\\sqrt|√).*",
     "integer": r"[+-]?(\d+|\d{1,3}(,\d{3})+)",
-    "decimal": r"[+-]?\d*\.\d+",
+    "decimal": rf"[+-]?{NUMBER}",
     "fraction": r"[+-]?\d*(\\[dt]?frac(\{[+-]?\d+\}|\d){2}|\d+/\d+)",
 }
 
@@ -139,20 +139,51 @@ class NeedsAlgebra(ExpressionError):
 
 # --- normalising LaTeX --------------------------------------------------------------------------------------------
 
-CHARACTERS = dict(zip("º˚⁻−–—×·⋅∙•÷⁄∕∶⩽⩾≃$~’′", "°°----*****///:≤≥≈  ''", strict=True))
-CHARACTERS |= {"√": "\\sqrt ", "∛": "\\sqrt[3] ", "½": "\\frac12", "⅓": "\\frac13", "⅔": "\\frac23"}
+CHARACTERS = dict(zip("º˚⁻−–—×·⋅∙•÷⁄∕∶⩽⩾≦≧≃$~’′", "°°----*****///:≤≥≤≥≈  ''", strict=True))
+CHARACTERS |= {"ℝ": "\\mathbb R ", "√": "\\sqrt ", "∛": "\\sqrt[3] ", "½": "\\frac12", "⅓": "\\frac13", "⅔": "\\frac23"}
 CHARACTERS = str.maketrans(CHARACTERS | {"¼": "\\frac14", "¾": "\\frac34"})
-COMMAND_SYNONYMS = {
-    "\\frac ": "frac dfrac tfrac cfrac sfrac nicefrac", "^": "textsuperscript",
-    "*": "cdot times ast", "/": "div", ":": "colon", "±": "pm mp", "": "!",
-    "≈": "approx simeq sim", "≅": "cong", "≤": "le leq leqslant", "≥": "ge geq geqslant", "<": "lt", ">": "gt",
-    "≠": "ne neq", "=": "equiv in", "∪": "cup", "∞": "infty", "…": "ldots dots cdots dotsc", " or ": "lor vee",
-    "%": "%", "∠": "angle measuredangle", "△": "triangle", "°": "circ degree deg textdegree", "'": "prime",
-    "π": "pi", "α": "alpha", "β": "beta", "γ": "gamma", "θ": "theta", "φ": "phi varphi",
-    ";": "quad qquad",  # inside an answer it separates two answers, and is not a product
-    " ": "$ ( ) [ ] , ; : displaystyle textstyle left right big Big bigl bigr Bigl Bigr bigg Bigg",
-}  # fmt: skip
-COMMANDS = {name: meaning for meaning, names in COMMAND_SYNONYMS.items() for name in names.split()} | {" ": " "}
+COMMAND_TABLE = r"""
+frac dfrac tfrac cfrac sfrac nicefrac -> \frac~
+textsuperscript -> ^
+cdot times ast -> *
+div -> /
+colon -> :
+pm mp -> ±
+! ->
+approx simeq sim -> ≈
+cong -> ≅
+le leq leqslant leqq -> ≤
+ge geq geqslant geqq -> ≥
+lt -> <
+gt -> >
+ne neq -> ≠
+equiv in -> =
+cup bigcup -> ∪
+infty -> ∞
+ldots dots cdots dotsc -> …
+lor vee -> ~or~
+land wedge -> ~and~
+mid vert -> |
+lbrace -> \{
+rbrace -> \}
+% -> %
+angle measuredangle -> ∠
+triangle -> △
+circ degree deg textdegree -> °
+prime -> '
+pi -> π
+alpha -> α
+beta -> β
+gamma -> γ
+theta -> θ
+phi varphi -> φ
+mu micro -> μ
+Omega ohm -> Ω
+quad qquad -> ;
+$ ( ) [ ] , ; : displaystyle textstyle left right big Big bigl bigr Bigl Bigr bigg Bigg -> ~
+"""  # ~ is a space; `\quad` inside an answer separates two answers, and is not a product
+COMMANDS = {name: meaning for names, meaning in table(COMMAND_TABLE) for name in names.split()}
+COMMANDS[" "] = " "
 WRAPPERS = """
 text textbf textit textrm textsf texttt textup textnormal emph mbox operatorname overline underline widehat overarc
 overparen arc mathrm mathbf mathit mathsf bm boldsymbol bf it rm sf large Large LARGE huge Huge
@@ -166,32 +197,47 @@ def repeating_to_fraction(match: re.Match) -> str:
     return f"(({first + period}-{first or 0})/({10 ** len(period) - 1}*{10 ** len(digits)}))"
 
 
-REWRITES = [
-    (r"\\\\(?=[A-Za-z])", r"\\"),  # `\\frac`: escaped once too often
-    (r"(\d*)\.(\d*)(?:\\overline\s*\{(\d{1,20})\}|(?<=\.)\((\d{1,20})\))", repeating_to_fraction),
-    (r"\{,\}|,\s*\\!\s*", ","),
-    (r"(^|,)\s*\\q?quad\b|\\q?quad\s*(?=\\text|\\mathrm|$)", r"\1 "),
-    (r"\\(?:left|right)\s*\.|\\(?:textcolor|color)\s*\{[a-z]+\}", " "),
-    (r"\\(?:overset|stackrel)\s*(?:\{\s*\\frown\s*\}|\\frown)", " "),  # an arc
-    (rf"\\(?:{'|'.join(WRAPPERS)})(?![A-Za-z])\s*(?:\{{([^{{}}\\]*)\}})?", r" \1 "),
-    (r"\\([A-Za-z]+|.)", lambda command: COMMANDS.get(command[1], command[0])),
-    (r"(\\[a-z]+)(?=[α-ω])", r"\1 "),  # `\sin\theta`
-    (r"^\s*\*\*([^*]*)\*\*\s*$", r"\1"),  # Markdown's bold
-    (r"(?<![A-Za-z\\])sqrt ?(?=[\d({])", r"\\sqrt "),
-    (r"(?<![A-Za-z\\_])pi(?![A-Za-z_])", "π"),
-    (r"\*\*", "^"),
-    (r"≅(?= ?-?[\d.])", "≈"),  # before other things it is the sign of congruence, which is not that of similarity
-    ("<=", "≤"),
-    (">=", "≥"),
-    (r"\s+", " "),
-    (r" ?(?<![A-Za-z\\])per ?cent(?![A-Za-z])", "%"),
-    (r"(?<![A-Za-z\\])deg(?:rees?)?(?![A-Za-z])\.?", "°"),
-    (r"\{ ?\}(?= ?[\^°])", ""),  # `48{}^\circ`
-    (r"\^ ?(?:\{ ?° ?\}|°)|(?<=[\d)}]) ?\^ ?(?:\{ ?o ?\}|o(?![A-Za-z]))", "°"),
-    (r"\{ ?° ?\}", "°"),  # `48{^\circ}`
-    (r"\^ ", "^"),
-]
-REWRITES = [(re.compile(pattern), new) for pattern, new in REWRITES]
+# pattern -> new text. In this order they are for `\\frac` (escaped once too often), repeating decimals, thousands,
+# spaces, signs that only decorate (such as an arc), fonts, commands, `\sin\theta`, Markdown's bold, words for signs,
+# sets such as `\{x | x > 3\}`, `≅` (the sign of congruence, unless a number follows), and degrees.
+REWRITES = r"""
+\\\\(?=[A-Za-z]) -> \\
+(\d*)\.(\d*)(?:\\overline\s*\{(\d{1,20})\}|(?<=\.)\((\d{1,20})\)) -> @repeating
+\{,\}|,\s*\\!\s* -> ,
+(^|,)\s*\\q?quad\b|\\q?quad\s*(?=\\text|\\mathrm|$) -> \1~
+\\(?:left|right)\s*\.|\\(?:textcolor|color)\s*\{[a-z]+\} -> ~
+\\(?:overset|stackrel)\s*(?:\{\s*\\frown\s*\}|\\frown) -> ~
+\\(?:WRAPPERS)(?![A-Za-z])\s*(?:\{([^{}\\]*)\})? -> ~\1~
+\\([A-Za-z]+|.) -> @command
+(\\[a-z]+)(?=[α-ω]) -> \1~
+^\s*\*\*([^*]*)\*\*\s*$ -> \1
+(?<![A-Za-z\\])(?i:sqrt) ?(?=[\d({]) -> \\sqrt~
+(?<![A-Za-z\\_])[pP]i(?![A-Za-z_]) -> π
+\*\* -> ^
+(?<=[0-9]) ?[xX] ?(?=10 ?\^) -> *
+(?<![A-Za-z\\])(?i:inf(?:inity|ty)?)(?![A-Za-z]) -> ∞
+(?<=[)\]]) ?U ?(?=[(\[]) -> ∪
+\\mathbb ?\{? ?R ?\}?|(?i:all real numbers) -> (-∞,∞)
+^\\\{ ?[A-Za-zα-ω] ?(?:= ?\(-∞,∞\) ?)?[|:] ?((?:(?!\\\}).)*)\\\}$ -> \1
+≅(?= ?-?[\d.]) -> ≈
+<=|=< -> ≤
+>=|=> -> ≥
+\s+ -> ~
+ ?(?<![A-Za-z\\])(?i:per ?cent)(?![A-Za-z]) -> %
+(?<![A-Za-z\\])(?i:deg(?:rees?)?)(?![A-Za-z])\.? -> °
+\{ ?\}(?= ?[\^°]) ->
+\^ ?(?:\{ ?° ?\}|°)|(?<=[\d)}]) ?\^ ?(?:\{ ?o ?\}|o(?![A-Za-z])) -> °
+\{ ?° ?\} -> °
+\^  -> ^
+(?i)° ?c(?:elsius)? ?$ -> ~celsius
+(?i)° ?f(?:ahrenheit)? ?$ -> ~fahrenheit
+"""
+CONVERSIONS = {"@repeating": repeating_to_fraction, "@command": lambda match: COMMANDS.get(match[1], match[0])}
+REWRITES = table(REWRITES.replace("WRAPPERS", "|".join(WRAPPERS)))
+REWRITES = [(re.compile(pattern), CONVERSIONS.get(new, new)) for pattern, new in REWRITES]
+
+PLAIN = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+PRICE = re.compile(r"\\\$ ?([0-9][0-9.,]*)|^ *\$ ?([0-9][0-9.,]*)$")  # `\$5` and `$5`, not LaTeX's `$5$`
 THOUSANDS = re.compile(r"(?<![\d.,])(?<!\d )\d{1,3}(?:(?:,\d{3})+(?![\d,])|(?: \d{3})+(?! ?[\d/]))")
 MIXED = re.compile(
     r"(?<![\d.^])(\d{1,9})(?: ?\\frac ?(?:\{ ?(\d{1,9}) ?\} ?\{ ?(\d{1,9}) ?\}|(\d) ?(\d))"
@@ -213,7 +259,9 @@ def normalise(text: str) -> str:
     """
     if len(text) > MAX_ANSWER_CHARS:
         raise ExpressionTooLarge(f"{len(text)} characters are too many")
-    text = re.sub("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", r"^{\g<0>}", text).translate(CHARACTERS)
+    if PLAIN.fullmatch(text):  # most answers
+        return text
+    text = re.sub("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", r"^{\g<0>}", PRICE.sub(r"\1\2 dollars", text)).translate(CHARACTERS)
     text = unicodedata.normalize("NFKC", text).rstrip("\\ \t\n")
     for pattern, new in REWRITES:
         text = pattern.sub(new, text)
@@ -413,56 +461,9 @@ def in_radians(text: str) -> str:
 
 # --- comparing answers --------------------------------------------------------------------------------------------
 
-UNIT_TABLE = """
-1 length mm millimeter millimeters millimetre millimetres
-10 length cm centimeter centimeters centimetre centimetres
-25.4 length in inch inches
-304.8 length ft foot feet
-914.4 length yd yard yards
-1000 length m meter meters metre metres
-1000000 length km kilometer kilometers kilometre kilometres
-1609344 length mi mile miles
-1 mass mg milligram milligrams
-1000 mass g gram grams
-1000000 mass kg kilogram kilograms
-1000000000 mass t ton tons tonne tonnes
-1 time s sec second seconds
-60 time min minute minutes
-3600 time h hr hrs hour hours
-86400 time day days
-1 volume mL ml milliliter milliliters millilitre millilitres
-1000 volume L l liter liters litre litres
-1 angle rad radian radians
-1 force N newton newtons
-1 energy J joule joules
-1000 energy kJ kilojoule kilojoules
-1 power W watt watts
-1 pressure Pa pascal pascals
-1 voltage V volt volts
-1 money dollar dollars usd
-1 count people person student students child children boy boys girl girls man men woman women worker workers
-1 count item items piece pieces apple apples ball balls book books coin coins marble marbles card cards ticket tickets
-1 count time times way ways side sides point points triangle triangles square squares cube cubes vertices edge edges
-1 month month months
-1 year yr year years
-any length unit units
-"""  # size, kind, names; sizes of a kind are multiples of the same unit; counts of different things are not compared
-UNITS = {name: (kind, size) for line in UNIT_TABLE.strip().splitlines()
-         for size, kind, *names in [line.split()] for name in names}  # fmt: skip
-UNIT_NAMES = "|".join(sorted(UNITS, key=len, reverse=True))
-UNIT = re.compile(
-    rf"(?<![A-Za-z\\/])(?:(square|sq\.?|cubic|cu\.?) )?({UNIT_NAMES})\.? ?(?:\^ ?([23]|\{{ ?[23] ?\}}))?$"
-)
-# `m/s`, `g/cm^3`, `km per hour`, and other units with a prefix; these are compared by name only
-RATE = rf"(?:{UNIT_NAMES}) ?(?:/|per) ?(?:{UNIT_NAMES})(?: ?\^ ?\{{?[23]\}}?)?|[kMm]?(?:Hz|Pa|W|eV|mol)"
-RATE = re.compile(rf"(?<=[0-9)}}]) ?({RATE})$")
-COUNTED_WORD = re.compile(r"(?<=[0-9]) ([a-z]{3,})$")  # `5 sheep`: a unit if the truth has it
-# words after a number that change its value, so that they are no unit
-VALUE_WORDS = set("""squared cubed root half halves third thirds quarter quarters percent degrees degree plus minus
-over less more hundred thousand million billion trillion dozen factorial sin cos tan log sqrt frac""".split())
-Unit = tuple[str, str, int]  # kind, size or name, power
 # Words and signs of a hedge, which has several answers. OR and NO in capitals are segments.
-HEDGE = re.compile(r"\b(?:or|to|vs|no|(?i:either|maybe|and|not|never|but|isn|nan|inf|infinity))\b|[;?]")
+SENTENCE = re.compile(r"(?i)\w (?:is|are|was|were|has|have|had|equals?|because|since|therefore|so)\b")
+HEDGE = re.compile(r"\b(?:or|to|vs|no|(?i:either|maybe|and|not|never|but|isn|nan))\b|[;?]")
 # The name before `=`: AB, |AB|, m ∠A, ∠ 1, x°, x_1, f(x), sin A, Area of △ABC, AB/BC, (x, y) in this order, or nothing.
 # A name has no separate number, as in `x 47`, and is not `|x|`, since x may be negative.
 NAME = r"(?:\\(?:sin|cos|tan)(?:[ (]*[0-9]+ ?°)?|(?:m ?)?[∠△] ?\w+|\| ?[A-Z]{2} ?\||"
@@ -473,16 +474,21 @@ NAME = re.compile(rf"(?!.*π)(?!\( ?[A-H] ?\) ?\w)(?=.{{,60}}$)(?:{NAME_LIST})|"
 POINT_NAMES = re.compile("(?<![A-Za-z])[A-Z]{2,3}(?![A-Za-z])")
 # The left side of an equation if it only names the right side, as `f(3)` and `\cos 2θ` do, and has no value.
 FUNCTION = re.compile(r"(?<![A-Za-z])[fghFGHP]'* ?\(|\\(?!frac|sqrt)|[|±∠△]")
-LIST = re.compile(" ?; ?|,? and ")  # separators of a list's values, in addition to commas
-WORDS_PATTERN = re.compile("(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z -]+|no", re.I)
-SET = re.compile(r"^\\\{(.*)\\\}$")
-LETTER = re.compile(r"(?<![A-Za-z\\])(?!π)[A-Za-zα-ωΔ]")
-RELATION = re.compile("[<>≤≥≠]")
+LIST = re.compile("(?i) ?; ?|,? and ")  # separators of a list's values, in addition to commas
+WORDS_PATTERN = re.compile("(?i)(?=.*[a-z]{3})[a-z][a-z -]+|no|or|to|vs")
+SET = re.compile(r"^([A-Za-zα-ω] ?= ?)?\\\{((?:(?!\\[{}]).)*)\\\}$")
+LETTER = re.compile(r"(?<![A-Za-z\\])(?!(?<=[0-9.])[eE][+-]?[0-9])[A-Za-zα-ωΔ](?<!π)")
+NOT_UNITS = {("L", 2), ("L", 3), ("any", 2), ("any", 3), ("°", 1)}  # that `units` cannot stand for
+DEGREES: Unit = (Fraction(1), frozenset({("°", 1)}))
+# A number and one to three words that name what is counted
+NAMED_COUNT = re.compile(rf"([+-]?{NUMBER})((?: [A-Za-z]{{3,}}){{1,3}})")
 CHOICE_ANSWER_PATTERN = re.compile(
     r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I
 )
 LATEX = str.maketrans({"π": "\\pi ", "*": "\\cdot ", "°": "^{\\circ}", "±": "\\pm ", "∪": "\\cup "})
 MIRROR = str.maketrans("<>≤≥", "><≥≤")
+RELATION = re.compile("[<>≤≥≠]")
+POINT = re.compile(r"(?:^|∪) ?\([^()∞]*\)")
 
 
 def split_outside_brackets(text: str, separators: str) -> tuple[list[str], str]:
@@ -525,43 +531,37 @@ def all_paired(table: list[list[bool]]) -> bool:
     return all(pair(row, set()) for row in range(len(table)))
 
 
-def without_unit(text: str, counted: str = "") -> tuple[str, Unit | None]:
+def without_unit(text: str, known: str = "") -> tuple[str, Unit | None]:
     """Return (value, its unit), or (text, None) without a unit.
 
-    Degrees have the unit ("°", "1", 1), and their text is not shortened. A unit of one letter needs a value without
-    letters and, except for metres, a space before it. `counted` is a further word that is a unit.
+    Degrees are a unit, but their text is not shortened. A unit of one letter needs a value without letters. Words of
+    `known`, such as the truth, are units of a number too: `5 widgets`.
     """
-    degrees = ("°", "1", 1) if "°" in text else None
-    if not degrees and (rate := RATE.search(text)):
-        return text[: rate.start()], (re.sub(" |[{}]", "", rate[1]).replace("per", "/"), "1", 1)
-    if not degrees and counted and (word := COUNTED_WORD.search(text)) and word[1].rstrip("s") == counted:
-        return text[: word.start()], (counted, "1", 1)
-    match = UNIT.search(text)
-    value = text[: match.start()].strip() if match else ""
-    if not value:
-        return text, degrees
-    dimension, name, exponent = match.groups(default="")
-    is_product = name != "m" and value == text[: match.start()]  # `4s`; `4 s` are seconds
-    if len(name) == 1 and (LETTER.search(value) or is_product):
-        return text, degrees
-    powers = {{"sq": 2, "cu": 3}.get(dimension[:2], 0), int(exponent.strip("{ }") or 0)} - {0}
-    if degrees or len(powers) > 1:
-        raise ExpressionError(f"{text!r} has two units")
-    kind, size = UNITS[name]
-    return value, (name.rstrip("s") if kind == "count" else kind, size, *(powers or {1}))
+    value, unit = split_unit(text)
+    if unit and len(text) - len(value) < 3 and text[-1] != "." and text[-1].isalpha() and LETTER.search(value):
+        value, unit = text, None
+    counted = NAMED_COUNT.fullmatch(text) if not unit and known else None
+    if counted and counted[2].casefold().rstrip("s") in known.casefold() and not VALUE_WORDS & {*counted[2].split()}:
+        value, unit = counted[1], (Fraction(1), frozenset({(counted[2].casefold().rstrip("s"), 1)}))
+    if "°" in text:
+        if unit:
+            raise ExpressionError(f"{text!r} has two units")
+        unit = DEGREES
+    return value, unit
 
 
 def in_unit(text: str, unit: Unit | None, other: Unit | None) -> str | None:
     """Return a value in `unit` as an expression in `other`, or None if the units contradict.
 
-    `units`, and no unit, are compatible with every unit of a length, and no unit with every unit.
+    `units` are compatible with every unit of the same power, and no unit with every unit.
     """
     if not unit or not other or unit == other:
         return text
-    (kind, size, power), (other_kind, other_size, other_power) = unit, other
-    if kind != other_kind or power != other_power:
-        return None
-    return text if "any" in (size, other_size) else f"({text})*({size}/{other_size})^{power}"
+    (size, kinds), (other_size, other_kinds) = unit, other
+    for [(kind, power), *_], others in ((kinds, other_kinds), (other_kinds, kinds)):
+        if kind == "any" and (others == {("L", power)} or (power == 1 and not others & NOT_UNITS)):
+            return text
+    return f"({text})*({size / other_size})" if kinds == other_kinds else None
 
 
 def is_choice(prediction: str, letter: str) -> bool:
@@ -608,7 +608,6 @@ def same_answer_text(prediction: str, truth: str, as_text: bool = True) -> bool:
 
     Each step removes one kind of structure.
     """
-    prediction, truth = SET.sub(r"\1", prediction).strip(), SET.sub(r"\1", truth).strip()  # compared as lists
     if not prediction or not truth:
         return False
     if WORDS_PATTERN.fullmatch(truth):
@@ -628,8 +627,6 @@ def same_answer_text(prediction: str, truth: str, as_text: bool = True) -> bool:
                 return all(map(compare, items, truths))  # values without names come in the order of the names
             return len(items) == len(truths) and all_paired([[compare(item, t) for t in truths] for item in items])
 
-    if bool(RELATION.search(prediction)) != bool(RELATION.search(truth)):  # `x > 3` is the interval (3,∞)
-        prediction, truth = as_interval(prediction), as_interval(truth)
     (items, signs), (truths, true_signs) = (split_outside_brackets(text, "<>≤≥≠") for text in (prediction, truth))
     if signs or true_signs:
         mirrored = signs[::-1].translate(MIRROR) == true_signs and all(map(compare, items[::-1], truths))
@@ -637,17 +634,43 @@ def same_answer_text(prediction: str, truth: str, as_text: bool = True) -> bool:
     return same_equation(prediction, truth, compare)
 
 
-def as_interval(text: str) -> str:
-    """Return the interval of a letter's values (`3 < x` -> `(3,∞)`, `1 ≤ x < 2` -> `[1,2)`), or the text unchanged."""
-    items, signs = split_outside_brackets(text, "<>≤≥")
+def bounds(relation: str) -> tuple[str, str, str] | None:
+    """Return the letter and the ends of an interval: `3 < x` -> ("x", "(3", "∞)"); None for any other text."""
+    items, signs = split_outside_brackets(relation, "<>≤≥")
     if signs[:1] in tuple(">≥"):
         items, signs = items[::-1], signs[::-1].translate(MIRROR)
-    if len(items) == 2 and signs:
-        items, signs = (["-∞", *items], f"<{signs}") if LETTER.fullmatch(items[0]) else ([*items, "∞"], f"{signs}<")
-    if len(items) != 3 or not LETTER.fullmatch(items[1]) or not set(signs) <= set("<≤"):
+    named = [bool(item and NAME.fullmatch(item)) for item in items]
+    if named == [True, False]:
+        items, signs = ["-∞", *items], f"<{signs}"
+    elif named == [False, True]:
+        items, signs = [*items, "∞"], f"{signs}<"
+    if len(items) != 3 or not NAME.fullmatch(items[1]) or not set(signs) <= {*"<≤"}:
+        return None
+    return items[1], "[("[signs[0] == "<"] + items[0], items[2] + "])"[signs[1] == "<"]
+
+
+@lru_cache(4096)
+def without_set_or_relation(text: str) -> str:
+    r"""Return a set as a list, and relations of one letter as an equation with intervals.
+
+    `\{1, 2\}` -> `1, 2`, `1 ≤ x < 2` -> `x=[1,2)`, `x < 1 or x ≥ 3` -> `x=(-∞,1)∪[3,∞)`. Any other text is unchanged.
+    """
+    text = SET.sub(r"\1\2", text)
+    if not RELATION.search(text):
         return text
-    ends = dict(zip("<≤", ("()", "[]"), strict=True))
-    return f"{ends[signs[0]][0]}{items[0]},{items[2]}{ends[signs[1]][1]}"
+    letters, intervals = set(), []
+    text = re.sub("^(.+?) ?≠ ?(.+)$", r"\1 < \2 or \1 > \2", text) if text.count("≠") == 1 else text
+    for part in re.split("(?i) or |∪", text):
+        ends = [bounds(relation) for relation in re.split("(?i) and ", part)]
+        if None in ends:
+            return text
+        names, lows, highs = map(set, zip(*ends, strict=True))
+        letters |= names
+        lows, highs = (group - {"(-∞", "∞)"} or group for group in (lows, highs))  # `x > 1 and x < 3`
+        if len(lows) > 1 or len(highs) > 1:
+            return text
+        intervals.append(f"{lows.pop()},{highs.pop()}")
+    return f"{letters.pop()}={'∪'.join(intervals)}" if len(letters) == 1 else text
 
 
 def same_equation(prediction: str, truth: str, compare: Callable[[str, str], bool]) -> bool:
@@ -656,7 +679,7 @@ def same_equation(prediction: str, truth: str, compare: Callable[[str, str], boo
     `x = 47 = 48` is a hedge, and so is `48 cm = 48 m` for the truth 48.
     """
     name, _, value = prediction.partition(":")
-    exact, _ = without_unit(split_outside_brackets(truth, "=")[0][-1])
+    exact, _ = without_unit(split_outside_brackets(truth, "=")[0][-1], truth)
     letters = LETTER.search(exact)
     is_name = NAME.fullmatch(name) and not re.fullmatch(r"\(? ?[A-H] ?\)?", name)  # `A: 48` is a choice
     if name and value and ":" not in truth and is_name and not letters:
@@ -679,7 +702,7 @@ def same_sides(prediction: str, truth: str, compare: Callable[[str, str], bool])
     A truth without letters, such as `2+3=5`, asks for nothing, so only the same text is a right answer.
     """
     (items, _), (sides, _) = split_outside_brackets(prediction, "="), split_outside_brackets(truth, "=")
-    if len(sides) != 2 or not re.search(r"(?<![A-Za-z\\])[A-Za-zα-ω]", truth):
+    if len(sides) != 2 or not LETTER.search(truth):
         return False
     if FUNCTION.search(sides[0]):
         items = items[1:] if items[0].replace(" ", "") == sides[0].replace(" ", "") else items
@@ -731,9 +754,7 @@ def same_single(prediction: str, truth: str, compare: Callable[[str, str], bool]
         return all(same_value(f"({a})/({items[divisor_index]})", f"({b})/({truths[divisor_index]})") for a, b in pairs)
     prediction = f"({items[0]})/({items[1]})" if len(items) == 2 else prediction
     truth = f"({truths[0]})/({truths[1]})" if len(truths) == 2 else truth
-    word = COUNTED_WORD.search(truth)
-    counted = word[1].rstrip("s") if word and word[1] not in VALUE_WORDS else ""
-    (value, unit), (truth, true_unit) = without_unit(prediction, counted), without_unit(truth, counted)
+    (value, unit), (truth, true_unit) = without_unit(prediction, truth), without_unit(truth, truth)
     value = in_unit(value, unit, true_unit)
     return value is not None and same_value(value, truth)
 
@@ -748,11 +769,12 @@ def has_answer(truth: str) -> bool:
     """
     if (
         truth.casefold() in {"none", "null", "nan", "n/a"}
-        or not re.search(r"\w", truth)
+        or not re.search(r"[\w∞]", truth)
         or SPECIAL_TOKEN_PATTERN.search(truth)
     ):
         return False
-    return len(truth) == 1 or not UNIT.fullmatch(truth)
+    value, unit = split_unit(f"1 {truth}")  # a word such as `student` may be an answer
+    return truth == "m" or value != "1" or not unit or not {kind for kind, _ in unit[1]} <= {"L", "any"}
 
 
 def compare_answers(prediction: str, answer: str, as_text: bool) -> bool:
@@ -768,15 +790,17 @@ def compare_answers(prediction: str, answer: str, as_text: bool) -> bool:
         raise ExpressionError("a box in the answer")
     if letter := re.fullmatch(r"(?:\( ?([A-H]) ?\)|([A-H]))(?:$|[.:)]? .*|[.:)])", truth):
         return is_choice(text, letter[1] or letter[2])
+    given, text, truth = text, without_set_or_relation(text), without_set_or_relation(truth)
+    if RELATION.search(given) and POINT.search(truth):
+        return False  # the truth `(1, 2)` is a point; `x \in (1, 2)` is an interval, and so is `1 < x < 2`
     values = LIST.sub(", ", truth)
     if values != truth or len(members(values, ",")) > 1:
         text, truth = LIST.sub(", ", text), values
-    text = text.replace(" to ", ":") if ":" in truth else text
-    if WORDS_PATTERN.fullmatch(truth):  # `No` is a word, not a hedge
+    elif " or " in truth:  # `x = 3 or x = -3` is a list
+        text, truth = (re.sub("(?i),? or ", ", ", whole) for whole in (text, truth))
+    text = re.sub("(?i) to ", ":", text) if ":" in truth else text
+    if WORDS_PATTERN.fullmatch(truth):
         return text.casefold() == truth.casefold()
-    ranges = [re.split(r" or ", each) for each in (text, truth)]
-    text, truth = ("∪".join(map(as_interval, parts)) if all(map(RELATION.search, parts)) and parts[1:] else each
-                   for each, parts in zip((text, truth), ranges, strict=True))
     if (HEDGE.search(text) and not HEDGE.search(truth)) or (text.count("±") > 1 and "±" not in truth):
         return False
     return same_answer_text(text, truth, as_text)
@@ -834,6 +858,9 @@ def answerable(truth: str, grade: Callable[[str], dict[str, float]]) -> bool:
     if not full_marks(truth, grade):
         return False
     words = re.fullmatch(r"(?=.*[A-Za-z]{3})[\w ,.'-]+", normalise(truth))
+    if words and SENTENCE.search(truth):  # a short answer, such as its last word, would be wrong
+        count("sentence")
+        return False
     return words is not None or same_answer(truth, truth, as_text=False)
 
 

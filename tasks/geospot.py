@@ -20,7 +20,8 @@ from PIL import Image, ImageDraw
 
 from errors import UserError, as_user_error, need
 from prepare_data import IMAGE_PLACEHOLDER, RawRow, ToyConfig
-from reward import NUMBER, SPECIAL_TOKEN_PATTERN, register
+from reward import SPECIAL_TOKEN_PATTERN, register
+from tasks._grammar import NUMBER
 from tasks._places import REGION_NAMES
 from tasks._tables import any_rows, files_below, first_nonempty, make_row
 from tasks.shapes import COLOURS, SIDE, Scene, draw_shapes, encode_png, in_one_split, toy_of
@@ -143,26 +144,76 @@ bundesland freistaat avtonomnyy okrug departement fylke land commonwealth
 """.split()
 # Endings of names, also in Korea, Japan and China: Suwon-si
 NAME_TAIL_PATTERN = re.compile("(?<=[a-z]) (?:city|metropolis|do|si|ken|fu|sheng|shi)$")
-COUNTRY_ALIASES = {  # common names that are not in ISO 3166
-    "GB": "uk|britain|great britain|england|scotland|wales|northern ireland",
-    "US": "america|united states of america", "RU": "russia", "TR": "turkey|turkiye", "CZ": "czech republic",
-    "CI": "ivory coast", "KR": "korea|south korea|republic of korea", "MM": "burma", "NL": "holland",
-    "AE": "uae|emirates", "SZ": "swaziland", "MK": "macedonia|republic of macedonia",
-    "VA": "vatican|vatican city|holy see", "CV": "cape verde", "MO": "macau|macau sar|macao sar china",
-    "BN": "brunei", "TL": "east timor", "FM": "micronesia",
-    "PS": "palestine|palestinian territory|palestinian territories", "XK": "xk|xkx|kosovo", "BA": "bosnia",
-    "CD": "dr congo|drc|congo kinshasa|congo dr", "CG": "congo brazzaville|congo republic", "FK": "falkland islands",
-    "TT": "trinidad", "AG": "antigua", "CN": "prc|mainland china", "LY": "state of libya", "SH": "saint helena",
-    "VI": "united states virgin islands", "HK": "hong kong sar|hong kong sar china",
-    "BQ": "caribbean netherlands|bonaire|bonaire saint eustatius and saba", "CC": "cocos islands",
-    "PN": "pitcairn islands", "HM": "heard and mcdonald islands", "IE": "republic of ireland|eire",
-    "DE": "deutschland|federal republic of germany", "TW": "taiwan|roc|chinese taipei", "VN": "vietnam|viet nam",
-    "SY": "syria", "LA": "laos", "IR": "iran|persia", "BO": "bolivia", "VE": "venezuela", "MD": "moldova",
-    "TZ": "tanzania", "GR": "hellas", "HR": "hrvatska", "PL": "polska", "SE": "sverige", "NO": "norge", "FI": "suomi",
-    "CH": "schweiz|suisse", "AT": "osterreich", "HU": "magyarorszag", "MX": "mejico", "LK": "ceylon",
-    "KH": "cambodia|kampuchea", "KP": "dprk", "ST": "sao tome", "GM": "gambia", "BS": "bahamas", "DK": "danmark",
-    "BE": "belgique|belgie", "ES": "espana", "IT": "italia", "BR": "brasil", "JP": "nippon",
-}  # fmt: skip
+COUNTRY_ALIASES = """
+GB uk|britain|great britain|england|scotland|wales|northern ireland
+US america|united states of america
+RU russia
+TR turkey|turkiye
+CZ czech republic
+CI ivory coast
+KR korea|south korea|republic of korea
+MM burma
+NL holland
+AE uae|emirates
+SZ swaziland
+MK macedonia|republic of macedonia
+VA vatican|vatican city|holy see
+CV cape verde
+MO macau|macau sar|macao sar china
+BN brunei
+TL east timor
+FM micronesia
+PS palestine|palestinian territory|palestinian territories
+XK xk|xkx|kosovo
+BA bosnia
+CD dr congo|drc|congo kinshasa|congo dr
+CG congo brazzaville|congo republic
+FK falkland islands
+TT trinidad
+AG antigua
+CN prc|mainland china
+LY state of libya
+SH saint helena
+VI united states virgin islands
+HK hong kong sar|hong kong sar china
+BQ caribbean netherlands|bonaire|bonaire saint eustatius and saba
+CC cocos islands
+PN pitcairn islands
+HM heard and mcdonald islands
+IE republic of ireland|eire
+DE deutschland|federal republic of germany
+TW taiwan|roc|chinese taipei
+VN vietnam|viet nam
+SY syria
+LA laos
+IR iran|persia
+BO bolivia
+VE venezuela
+MD moldova
+TZ tanzania
+GR hellas
+HR hrvatska
+PL polska
+SE sverige
+NO norge
+FI suomi
+CH schweiz|suisse
+AT osterreich
+HU magyarorszag
+MX mejico
+LK ceylon
+KH cambodia|kampuchea
+KP dprk
+ST sao tome
+GM gambia
+BS bahamas
+DK danmark
+BE belgique|belgie
+ES espana
+IT italia
+BR brasil
+JP nippon
+"""  # common names that are not in ISO 3166
 
 
 @lru_cache(65536)
@@ -186,8 +237,8 @@ def country_codes() -> dict[str, str]:
         head, _, tail = country.name.partition(", ")  # "Korea, Republic of"
         names += [f"{tail} {head}", country.name.partition(" (")[0]]
         codes |= {normalize_name(name): country.alpha_2 for name in names}
-    for code, names in COUNTRY_ALIASES.items():
-        codes |= dict.fromkeys(map(normalize_name, names.split("|")), code)
+    for line in COUNTRY_ALIASES.strip().splitlines():
+        codes |= dict.fromkeys(map(normalize_name, line[3:].split("|")), line[:2])
     return codes
 
 

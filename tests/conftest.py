@@ -42,7 +42,7 @@ DELETABLE = {
     "curriculum": ["rewards/curriculum.py"],
     "pages": ["report/page"],
     "tasks": [f"tasks/{name}.py" for name in
-              "caption digits geometry geospot motion pairs shortcut vqa".split()] + [
+              "caption digits geometry geospot pairs shortcut vqa".split()] + [
               f"tasks/_{name}.py" for name in "math_verify places published tables".split()],
     "tensor parallelism": ["parallel/tensor_parallel.py"],
     "sampling ahead": ["engines/ahead.py"],

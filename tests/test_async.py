@@ -144,10 +144,9 @@ def run_steps(loop, steps, max_batches=1, seed=0):
     return batches
 
 
-@pytest.mark.parametrize("stage", ["solved = { most = 0.9 }", 'order = "solved"'])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_a_curriculum_by_solve_rates_draws_all_examples_and_none_twice_at_once(ahead, stage, tmp_path):
-    (tmp_path / "stages.toml").write_text(f'[[stages]]\nname = "a"\nfrom = 0\n{stage}\n')
+def test_a_curriculum_by_solve_rates_draws_all_examples_and_none_twice_at_once(ahead, tmp_path):
+    (tmp_path / "stages.toml").write_text('[[stages]]\nname = "a"\nfrom = 0\nsolved = { most = 0.9 }\n')
     examples = [SimpleNamespace(uid=f"e{i}", data_source="x", extra={}) for i in range(24)]
     curriculum = make_order(str(tmp_path / "stages.toml"), examples, 4, 0)
     loop = Loop(TimestampEngine(seed=0), ahead, steps=60, curriculum=curriculum)

@@ -163,7 +163,7 @@ def test_true_answers_earn_the_reward_and_the_most_frequent_ones_mostly_do_not()
 # --- all tasks whose file draws scenes ----------------------------------------------------------------------------
 
 ENVS = ("look_closer",)  # for these, only last responses are graded here
-TASKS = ("caption", "digits", "geo3k", "geospot", "motion", "nlvr2", "shapes", "shortcut", "vqa", *ENVS)
+TASKS = ("caption", "digits", "geo3k", "geospot", "nlvr2", "shapes", "shortcut", "vqa", *ENVS)
 
 
 def test_each_of_our_tasks_has_scenes_and_a_demo_config():

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from decimal import Decimal
 from fractions import Fraction
@@ -18,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import cpu_limit, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +60,9 @@ def test_golden_file_is_complete():
 
 @pytest.mark.parametrize("row", [row for row in ANSWERS if not row["ambiguous"]], ids=lambda row: row["prediction"])
 def test_golden_answer(row):
+    start = time.perf_counter()
     assert geometry.grade_geometry(row["response"], row["ground_truth"]) == bool(row["human_should_accept"])
+    assert time.perf_counter() - start < 1.0
 
 
 def test_verdicts_on_ambiguous_rows():
@@ -453,6 +455,7 @@ S_{47}=12 | 47
 60.0e0 | 6
 6e1 | 6
 6e1 | 61
+2e-3 | 0.02
 60e0 | 0
 60e999999 | 60
 x=3;y=2 | 3
@@ -498,9 +501,181 @@ A: 60 | 60
 on | no
 """
 
+# words without case, exponents, units, sets and intervals
+RIGHT += r"""
+no | No
+\text{No} | no
+NO | no
+no | NO
+YES | yes
+no solution | No solution
+No Solution. | no solution
+or | Or
+To | to
+VS | vs
+4 Pi | 4\pi
+48 Degrees | 48^\circ
+28 PERCENT | 28\%
+x = 4 AND y = 7 | x=4, y=7
+3 TO 5 | 3:5
+Sqrt(2) | \sqrt{2}
+1e-3 | 0.001
+0.0000001 | 1e-07
+3 \times 10^{-4} | 3.0e-4
+6.02 \times 10^{23} | 6.02e+23
+6.02 x 10^23 | 6.02e+23
+3·10^-4 | 0.0003
+3.0E+4 | 30,000
+10⁻³ | 1e-3
+−1.5e-2 | -0.015
+.5e1 | 5
+2 \cdot 10^{-3} m | 2 mm
+2e-3 m | 2 mm
+1.5e2 | 150
+5e-05 | 0.00005
+5 kg | 5
+5 | 5 kg
+5 kg | 5000 g
+5 | 5 students
+5 Students | 5
+5 widgets | 5 widgets
+5 s/s | 5
+5 | 5 widgets
+1 widget | 1 widgets
+5 m/s | 5
+5 | 5 \text{ m/s}
+18 km/h | 5 m/s
+9.8 | 9.8 \mathrm{~m/s^2}
+9.8 \text{ m s}^{-2} | 9.8 m/s^2
+5 N | 5 kg*m/s^2
+60 min | 1 hour
+1 L | 1000 mL
+500 cm^3 | 0.5 L
+25 | 25^\circ C
+25 °C | 25 degrees Celsius
+25^\circ\text{C} | 25
+\$5 | 5
+$5 | 5 dollars
+5 | \$5
+500 cents | \$5
+5 years old | 5
+300 K | 300
+2 kJ | 2000 J
+12 V | 12
+5 \text{ hours} | 5
+72 \text{ km per hour} | 20 m/s
+\frac{\pi}{3} radians | \frac{\pi}{3}
+-1, 2 | \{-1, 2\}
+\{2, -1\} | -1, 2
+\left\{ -1, 2 \right\} | \{-1,2\}
+x = \{-1, 2\} | -1, 2
+x \in \{-1, 2\} | \{2,-1\}
+x = -1, 2 | \{-1, 2\}
+\{5\} | 5
+5 | \{5\}
+x=5 | \{5\}
+\{\frac{1}{2}, 3\} | 0.5, 3
+x > 3 | (3, \infty)
+(3, \infty) | x > 3
+(3, +\infty) | 3 < x
+(3, inf) | x > 3
+[1, 2] | 1 \le x \le 2
+1 \leqslant x \leqslant 2 | [1, 2]
+2 ≥ x ≥ 1 | [1,2]
+x \in [1,2] | 1 \le x \le 2
+x\in(1,2) | 1 < x < 2
+1 < x < 2 | x \in (1, 2)
+(1, 2) | 1 < x < 2
+x < 1 \text{ or } x \ge 3 | (-\infty, 1) \cup [3, \infty)
+(-\infty, 1) \cup [3, \infty) | x < 1 or x \geq 3
+[3, \infty) U (-\infty, 1) | x \geqslant 3 or x < 1
+x < 1 \lor x > 3 | (-∞,1)∪(3,∞)
+x \ne 3 | (-\infty,3)\cup(3,\infty)
+(-\infty,3)\cup(3,\infty) | x \neq 3
+\{x | x > 3\} | (3, \infty)
+\{x \mid 1 \le x < 2\} | [1,2)
+\{x \in \mathbb{R} : x > 3\} | x > 3
+x > 1 and x < 3 | 1 < x < 3
+x > 1 \text{ and } x \le 3 | (1, 3]
+(1,3] | x > 1 and x \le 3
+\mathbb{R} | (-\infty, \infty)
+x \geq -\frac{1}{2} | [-0.5, \infty)
+0^\circ < \theta < 90^\circ | 0 < \theta < 90
+3, -3 | x = 3 or x = -3
+x = -3 \text{ or } x = 3 | x = 3 or x = -3
+x \le 5 cm | (-\infty, 5]
+"""
+WRONG += r"""
+on | no
+no | yes
+not | no
+1e-3 | 0.01
+1e3 | 1e-3
+2e3 | 2e-3
+3 \times 10^{4} | 3e-4
+48 isosceles | 48
+48 triangle angle | 48
+5 million | 5
+5 | 5 million
+5 dozen | 5
+5 kg | 5 g
+5 kg | 5 m
+5 kg | 5 students
+5 apples | 5 students
+5 gadgets | 5 widgets
+5 widgets | 5
+5 kg | 5 widgets
+5 m/s | 5 m
+5 m/s | 5 m/s^2
+5 km/h | 5 m/s
+5 s | 5 min
+5s | 5
+5 N | 5 J
+25^\circ F | 25^\circ C
+30 kg | 30^\circ
+5 cents | \$5
+5 euros | \$5
+60 s | 1
+48 units^2 | 48 units
+48 or 47 kg | 48
+48 kg, 47 kg | 48
+-120 | 30-60-90 triangle
+4s | 4
+x > 3 | [3, \infty)
+x \ge 3 | (3, \infty)
+y > 3 | x > 3
+x < 3 | (3, \infty)
+1 < x < 2 | (1, 2)
+1 \le x < 2 | [1, 2]
+1 < x < 2 | 1, 2
+(1, 2) | 1, 2
+\{1, 2\} | (1, 2)
+(1, 2) | \{1, 2\}
+[1, 2] | \{1, 2\}
+x = 1 | \{1, 2\}
+\{1, 1\} | 1
+\{1,2,3\} | 1, 2
+x > 3 or x < 1 | (3, \infty)
+x > 3 | x > 3 or x < 1
+x > 1 or x < 3 | 1 < x < 3
+3 | x = 3 or x = -3
+6 \text{ or } 8 | 6, 8
+x \ne 3 | x = 3
+(-\infty, \infty) | x > 3
+2, 1 | (1, 2)
+x > 1, x < 2 | (1, 2)
+inf = 48 | 48
+(1,2) \cup (3,4) | (1,2)
+1 < y < 2 | x \in (1, 2)
+1,2 | [1,2]
+5 cm/s | 5 cm
+9 g | 9 s
+(B) no | A
+"""
+
 
 def pairs(table: str) -> list[tuple[str, str]]:
-    return [tuple(part.strip() for part in line.rsplit("|", 1)) for line in table.strip("\n").splitlines()]
+    return [tuple(part.strip() for part in line.rsplit("|", 1)) for line in table.splitlines() if line]
 
 
 @pytest.mark.parametrize("prediction, truth", pairs(RIGHT))
@@ -654,9 +829,10 @@ def test_wrappers_of_an_answer_do_not_matter(pair, wrapper):
 @given(
     st.text(alphabet="0123456789+-*/^(){}[]\\ .,:=<>≈%°√πabxm_|!?&", max_size=60), st.sampled_from(["48", "2x+3"])
 )
-def test_no_text_raises_or_hangs(text, truth):
-    with cpu_limit():
-        assert geometry.grade_geometry(f"\\boxed{{{text}}}", truth) in (True, False)
+def test_no_text_raises_or_takes_long(text, truth):
+    start = time.perf_counter()
+    assert geometry.grade_geometry(f"\\boxed{{{text}}}", truth) in (True, False)
+    assert time.perf_counter() - start < _math_verify.TIMEOUT_S + 5
 
 
 # --- hostile answers ----------------------------------------------------------------------------------------------
@@ -702,10 +878,12 @@ def test_hostile_answer_is_rejected_quickly_without_math_verify(answer):
         for truth in ("5 \\sqrt { 3 }", "2x+3", "B"):
             for response in (f"<think>a</think> \\boxed{{{answer}}}", answer):
                 for grader in (geometry.grade_geometry, lambda r, t: grade(r, example(t))["accuracy"]):
-                    with cpu_limit():
-                        assert not grader(response, truth)
-        with cpu_limit():
-            grade(f"\\boxed{{{answer}}}", example("red", "shapes", answer_type="colour"))
+                    start = time.perf_counter()
+                    assert not grader(response, truth)
+                    assert time.perf_counter() - start < 1.0
+        start = time.perf_counter()
+        grade(f"\\boxed{{{answer}}}", example("red", "shapes", answer_type="colour"))
+        assert time.perf_counter() - start < 1.0
     assert counted.counts["cas"] == 0
 
 
@@ -730,9 +908,13 @@ def test_cas_is_killed_on_timeout_and_restarted():
     assert geometry.same_answer("\\log_2 8", "3")
     process = math_verify_process()
     with Counting() as counted:
+        start = time.perf_counter()
         assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")
+        assert time.perf_counter() - start < _math_verify.TIMEOUT_S + 3
         assert process.returncode == -signal.SIGKILL and counted.counts["cas_timeout"] == counted.counts["cas"] == 1
+        start = time.perf_counter()
         assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")  # cached, because samples of a prompt repeat answers
+        assert time.perf_counter() - start < 0.1
         assert geometry.same_answer("\\log_2 16", "4") and counted.counts["cas"] == 2
 
 
@@ -773,7 +955,9 @@ def test_hanging_answers_of_a_batch_share_a_budget(monkeypatch):
     grader = Grader(RewardConfig(reward_workers=0, reward_errors="stop"))
     assert geometry.same_answer("\\log_2 4", "2")  # imports math-verify, whose time would count against the answers
     for _ in range(2):
+        start = time.perf_counter()
         rewards = grader.collect([make_rollout_stub(row, text) for row, text in zip(rows, responses, strict=True)])
+        assert time.perf_counter() - start < _math_verify.TIMEOUT_S + 5.0
         assert [r["accuracy"] for r in rewards] == [1.0] + [0.0] * 40 + [1.0]
         counts = grader.pop_counts()
         assert counts["graded"] == len(answers) and counts["cas_timeout"] == 1 and counts["cas_budget"] == 39
@@ -855,9 +1039,12 @@ def test_no_worker_outlives_its_process(ending):
     if ending != "exit":
         code += "threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
         code += f"geometry.same_answer({HANG!r}, '3'); raise AssertionError('not killed')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == (0 if ending == "exit" else -signal.SIGKILL), done.stderr
-    wait_until(lambda: not is_alive(int(done.stdout)))
+    deadline = time.monotonic() + 8
+    while is_alive(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(int(done.stdout))
 
 
 def test_a_forked_process_gets_its_own_worker():
@@ -879,14 +1066,14 @@ with Counting() as counted:
     assert geometry.same_answer("\\\\log_2 32", "5") and worker() == first
 assert counted.counts["cas_crash"] == 0
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 def print_heavy_imports(names, heavy):
     code = f"import sys, {names}; print([m for m in {heavy!r} if m in sys.modules]"
     code += ", sys.modules['tasks._math_verify'].own_pool.cache_info().currsize)"
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30).stdout
 
 
 def test_imports_are_light():
@@ -932,8 +1119,9 @@ def test_engines_keep_special_tokens_visible(loaded):
 
 
 def test_format_reward_takes_linear_time():
-    with cpu_limit():
-        assert geometry.format_reward("<think>" + "</think>\\boxed{" * 100_000) == 0.0
+    start = time.perf_counter()
+    assert geometry.format_reward("<think>" + "</think>\\boxed{" * 100_000) == 0.0
+    assert time.perf_counter() - start < 0.5
 
 
 # --- shapes -------------------------------------------------------------------------------------------------------
@@ -1000,7 +1188,7 @@ def chess(response, example, finish_reason):
 
 
 def test_a_file_in_tasks_is_a_task(tmp_path):
-    for name in ("reward.py", "errors.py", "settings.py", "prepare_data.py"):
+    for name in ("reward.py", "errors.py", "settings.py", "prepare_data.py", "startup.py"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     for name in ("tasks", "sources", "rewards"):
         shutil.copytree(ROOT / name, tmp_path / name)
@@ -1010,7 +1198,7 @@ from types import SimpleNamespace
 import reward
 from rewards.grade import Grader, check_tasks, make_rollout_stub
 sources = [("me/LiChess", "e4"), ("go", ""), ("chess", "")]
-rows = [SimpleNamespace(data_source=source, ground_truth=truth, extra={}, uid=truth) for source, truth in sources]
+rows = [SimpleNamespace(data_source=source, ground_truth=truth, extra={}, uid=truth, messages=[]) for source, truth in sources]
 grader = Grader(reward.RewardConfig(reward_workers=0))
 scored = grader.collect([make_rollout_stub(rows[0], text) for text in ("e4", "d4")])
 print(scored, check_tasks(rows[:1]), reward.TASKS["lichess"].instruction)
@@ -1020,7 +1208,7 @@ for row in rows[1:]:
     except reward.UserError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     scored, unknown, empty = done.stdout.splitlines()
     assert scored == "[{'legal': 1.0, 'reward': 1.0}, {'legal': 1.0, 'reward': 0.0}] {'chess': 1} Write a move."
     assert re.search(r"no reward for data_source 'go' \(task 'go'\); known tasks: .*chess, .*geo3k, .*shapes", unknown)
