@@ -4,6 +4,7 @@ Adapters are read and written in PEFT's format.
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from errors import as_user_error, need
 from utils import derive_seed
@@ -107,11 +110,11 @@ def merge_lora(hf: nn.Module) -> nn.Module:
 PEFT_PREFIX = "base_model.model."  # precedes a layer's name in PEFT's files
 # Keys of adapter_config.json that do not change what the adapter computes, or that `read_adapter` reads. Any other one
 # must have a value that means "off", so that options of later versions of PEFT are refused
-HARMLESS_KEYS = set("""
+LAYER_KEYS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+HARMLESS_KEYS = {*LAYER_KEYS, *"""
 peft_type peft_version task_type auto_mapping base_model_name_or_path revision inference_mode r lora_alpha lora_dropout
-use_rslora init_lora_weights target_modules exclude_modules layers_to_transform layers_pattern megatron_core
-qalora_group_size eva_config
-""".split())
+use_rslora init_lora_weights megatron_core qalora_group_size eva_config runtime_config
+""".split()}
 UNCHANGED_BASE = (None, True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that keep the base's weights
 
 
@@ -134,33 +137,36 @@ def write_adapter(
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def rename_key(key: str, linear: Mapping[str, nn.Linear]) -> str:
-    """Return a key of an adapter's file as the present versions of PEFT and transformers write it. Others lack the
-    prefix, name the adapter (`.default.`), or name the module that holds a list of blocks in another way."""
-    name, _, kind = key.removeprefix(PEFT_PREFIX).replace(".default.", ".").rpartition(".lora_")
-    while name and name not in linear:
-        ends = [layer for layer in linear if layer.endswith(f".{name}")]
-        name = ends[0] if len(ends) == 1 else name.partition(".")[2] if re.search(r"\.\d+\.", name) else ""
-    return f"{PEFT_PREFIX}{name}.lora_{kind}" if name else key
+def find_layer(key: str, hf: nn.Module, linear: Mapping[str, nn.Linear]) -> tuple[str, str]:
+    """Return the layer of a key in an adapter's file: as the file names it, and as the model does. Older versions of
+    transformers had other names, which are renamed as transformers does for weights."""
+    name = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0]
+    if name in linear:
+        return name, name
+    renamings = [step for step in get_model_conversion_mapping(hf) if isinstance(step, WeightRenaming)]
+    renamed = rename_source_key(f"{name}.weight", renamings, [], hf.base_model_prefix, dict(hf.state_dict()))[0]
+    return name, renamed.removesuffix(".weight")
 
 
 def is_target(name: str, config: Mapping) -> bool:
-    """Return whether PEFT adapts a linear layer by the options of an adapter that select layers."""
+    """Return whether PEFT adapts the layer of this name, by the options of adapter_config.json that select layers."""
+    targets, excluded, blocks, patterns = map(config.get, LAYER_KEYS)
 
     def matches(selected: str | list | None) -> bool:
         if isinstance(selected, str):
             return bool(re.fullmatch(selected, name))
-        return any(name == part or name.endswith(f".{part}") for part in selected or ())
+        return any(f".{name}".endswith(f".{part}") for part in selected or ())
 
-    targets, blocks = config.get("target_modules"), config.get("layers_to_transform")
-    if blocks is not None:
-        pattern = config.get("layers_pattern") or "[^.]+"
-        pattern = "|".join(pattern) if isinstance(pattern, list) else pattern
-        block = re.match(rf".*?\.(?:{pattern})\.(\d+)\.", name)
-        if not block or int(block[1]) not in (blocks if isinstance(blocks, list) else [blocks]):
-            return False
-    is_all = targets == "all-linear" and not name.endswith("lm_head")
-    return (is_all or targets != "all-linear" and matches(targets)) and not matches(config.get("exclude_modules"))
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        targets = "(?!lm_head).*"
+    if not matches(targets) or matches(excluded):
+        return False
+    if isinstance(targets, str) or name in targets or blocks in (None, []):
+        return True  # PEFT reads layers_to_transform only for a list of last names
+    for pattern in [patterns] if isinstance(patterns, str) and patterns else patterns or ["[^.]*"]:
+        if block := re.match(rf"(?:.*?\.)?{pattern}\.(\d+)\.", name):
+            return int(block[1]) in (blocks if isinstance(blocks, list) else [blocks])
+    return False
 
 
 def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
@@ -171,7 +177,7 @@ def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
     is_same = Path(recorded).name == Path(base).name  # compare names only, because folders may have moved
     need(is_same, f"{folder}: the adapter was made for {recorded!r}, not for {base!r}")
     options = {key: value for key, value in config.items()
-               if key not in HARMLESS_KEYS and value not in (None, False, "none", "", 0, [], {})}
+               if key not in HARMLESS_KEYS and value and value != "none"}
     if config.get("init_lora_weights") not in UNCHANGED_BASE:
         options["init_lora_weights"] = config["init_lora_weights"]
     named = ", ".join(f"{key}={value!r:.60}" for key, value in options.items())
@@ -181,29 +187,37 @@ def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
     path = folder / "adapter_model.safetensors"
     with as_user_error((OSError, SafetensorError), f"{path}: missing, truncated or not a safetensors file"):
         tensors = load_file(path)
-    linear, rank = find_linear_layers(hf), config.get("r")
-    alpha = config.get("lora_alpha")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
     is_valid = isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)
     need(is_valid, f"{folder}: adapter_config.json has r={rank!r} and lora_alpha={alpha!r}; correct them")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    renamed = {rename_key(key, linear): tensor for key, tensor in tensors.items()}
-    tensors = renamed if len(renamed) == len(tensors) else tensors  # else some keys become equal
-    names = {key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors}
-    missing = sorted(name for name in linear.keys() - names if is_target(name, config))
-    need(not missing, f"{folder}: the adapter has no tensors for {len(missing)} layers that its target_modules name, "
-         f"such as {', '.join(missing[:1])}; save it again, or correct target_modules in adapter_config.json")
-    expected_shapes = {}
-    for name in names & linear.keys():
-        expected_shapes[f"{PEFT_PREFIX}{name}.lora_A.weight"] = (rank, linear[name].in_features)
-        expected_shapes[f"{PEFT_PREFIX}{name}.lora_B.weight"] = (linear[name].out_features, rank)
-    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    for key in sorted(expected_shapes | shapes):
-        shape, expected = shapes.get(key), expected_shapes.get(key)
-        need(expected, f"{folder}: the adapter does not fit {base!r}: it has the key {key}, but the keys of this model "
-             f"are such as {PEFT_PREFIX}{next(iter(linear))}.lora_A.weight; save it with the present versions of "
-             "transformers and peft")
-        need(shape == expected, f"{folder}: the adapter does not fit {base!r}: {key} has shape {shape}, but must have "
-             f"{expected}")
+    linear, found, prefixes = find_linear_layers(hf), {}, {}
+    for key, tensor in tensors.items():
+        name, present = find_layer(key, hf, linear)
+        side = re.fullmatch(r"([AB])\.(?:[^.]+\.)?weight", key.rpartition(".lora_")[2])  # may name the adapter
+        need(side and present in linear, f"{folder}: the adapter does not fit {base!r}: it has the key {key}, but "
+             f"this model's keys are such as {PEFT_PREFIX}{next(iter(linear))}.lora_A.weight; save it with the present "
+             "versions of transformers and peft")
+        need((present, side[1]) not in found, f"{folder}: it has the key {key}, but also another one of lora_{side[1]} "
+             "of this layer; save one adapter alone")
+        found[present, side[1]] = tensor
+        same = len(os.path.commonprefix([name[::-1], present[::-1]]))
+        prefixes[present[: len(present) - same]] = name[: len(name) - same]
+    names = {name for name, _ in found}
+    older = {name: next((prefixes[new] + name.removeprefix(new) for new in sorted(prefixes, reverse=True)
+                         if name.startswith(new)), name) for name in linear}  # fmt: skip
+    targets, by_older = ({name for name in linear if is_target(rename(name), config)} for rename in (str, older.get))
+    targets = by_older if by_older == names else targets  # the options name layers as the model does, or as the file
+    for problem, layers in {"has no tensors for": targets - names, "has tensors for": names - targets}.items():
+        need(not layers, f"{folder}: the adapter {problem} {len(layers)} layers, such as {min(layers, default='')}, "
+             f"unlike its target_modules in adapter_config.json; save it again, or correct them")
     for name in sorted(names):
-        add_adapter(linear[name], scale, *(tensors[f"{PEFT_PREFIX}{name}.lora_{x}.weight"] for x in "AB"))
+        layer = linear[name]
+        need(layer.weight is not hf.get_input_embeddings().weight, f"{folder}: it adapts {name}, which {base!r} ties "
+             "to the embedding, so merging would change both; train it without this layer")
+        for side, expected in (("A", (rank, layer.in_features)), ("B", (layer.out_features, rank))):
+            shape = tuple(found[name, side].shape) if (name, side) in found else None
+            need(shape == expected, f"{folder}: the adapter does not fit {base!r}: lora_{side} of {name} has shape "
+                 f"{shape}, but must have {expected}")
+        add_adapter(layer, scale, found[name, "A"], found[name, "B"])
     return hf
