@@ -43,7 +43,7 @@ from packing import MicroBatch
 from settings import REQUIRED, PixelConfig, flag_field
 from sources.content import IMAGE_PLACEHOLDER, MARK_PATTERN, VIDEO_PLACEHOLDER
 from sources.hub import offline_remedy
-from utils import copy_together
+from utils import copy_together, print0
 
 # Linear layers of attention, MLPs and gated delta nets. Experts are not listed: they are one tensor, not linear layers
 PROJECTIONS = tuple("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj in_proj_qkv in_proj_z out_proj".split())
@@ -221,12 +221,11 @@ def _family_from_paths(config: transformers.PreTrainedConfig, path: str, vision:
 
 
 def read_older_template(path: str) -> str | None:
-    """Return the chat template of a folder or hub id in which an older transformers saved it with the processor."""
+    """Return the chat template that an older transformers saved with the processor of a folder or hub id, or None."""
     for name in ("chat_template.json", "processor_config.json"):
         may_lack = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
         file = cached_file(path, name, **may_lack)
-        template = json.loads(Path(file).read_text()).get("chat_template") if file else None
-        if isinstance(template, str):
+        if template := json.loads(Path(file).read_text()).get("chat_template") if file else None:
             return template
     return None
 
@@ -244,54 +243,58 @@ class Processor:
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             self.image_processor = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+            self.tokenizer.chat_template = self.tokenizer.chat_template or read_older_template(path)
         name = type(self.image_processor).__name__
         need(name.startswith("Qwen2VL"), f"{flag} {path!r}: its image processor is {name}; {SUPPORTED_MODELS}")
-        limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-        given, older = dict(self.image_processor.size or {}), ("min_pixels", "max_pixels")  # transformers 4 has these
-        size = {name: next((n for n in (limit, given.get(name), given.get(old)) if n is not None), None)
-                for (name, limit), old in zip(limits.items(), older, strict=True)}
-        need(None not in size.values() and not {"height", "width"} & given.keys(),
-             f"{flag} {path!r}: its preprocessor_config.json has the size {given}; write shortest_edge and "
-             "longest_edge, the least and the most pixels of an image, or pass --min-pixels and --max-pixels")
+        limits = {"shortest_edge": (min_pixels, "min_pixels"), "longest_edge": (max_pixels, "max_pixels")}
+        given = {key: n for key, n in dict(self.image_processor.size or {}).items() if n is not None}
+        known = {} if given.keys() - limits.keys() - {"min_pixels", "max_pixels"} else given
+        size = {key: n if n is not None else known.get(key, known.get(older)) for key, (n, older) in limits.items()}
+        need(None not in size.values(), f"{flag} {path!r}: its preprocessor_config.json or processor_config.json has "
+             f"the size {given}; write shortest_edge and longest_edge, the least and the most pixels of an image, or "
+             "pass --min-pixels and --max-pixels")
         low, high = size["shortest_edge"], size["longest_edge"]
-        notes = [" (the model's default)" if n is None else "" for n in limits.values()]
+        notes = [" (the model's default)" if n is None else "" for n in (min_pixels, max_pixels)]
         need(low <= high, f"--min-pixels {low}{notes[0]} is above --max-pixels {high}{notes[1]}; change one of them")
         self.image_processor.size = size
         self.merge_size = self.image_processor.merge_size
         self.patcher = self._make_patcher(f"{flag} {path!r}")
-        self.tokenizer.chat_template = self.tokenizer.chat_template or read_older_template(path)
         need(self.tokenizer.chat_template is not None,
-             f"{flag} {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
+             f"{flag} {path!r}: no chat template in its tokenizer, chat_template.json or processor_config.json; use an "
+             "instruction-tuned checkpoint")
         placeholders = [getattr(config, name, None) for name in VISION_TOKEN_ID_KEYS]
         self.image_token_id, self.video_token_id = placeholders[:2]
         self.family = FAMILIES.get(config.model_type)
         self.tokens_per_second = getattr(config.vision_config, "tokens_per_second", None)
         need(self.image_token_id is not None, f"{flag} {path!r}: its config has no image_token_id; use another model")
-        self.opening, end = self._try_template(f"{flag} {path!r}")
-        eos = [end, self.tokenizer.eos_token_id]  # a response ends at any of these, as in vLLM
+        self.special_tokens = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
+        self.opening, ends = self._try_template(f"{flag} {path!r}")
+        ends.add(self.tokenizer.eos_token_id)  # a response ends at any of these
         with suppress(OSError):  # the file is optional
             listed = transformers.GenerationConfig.from_pretrained(path, trust_remote_code=False).eos_token_id
-            eos += listed if isinstance(listed, list) else [listed]
-        self.eos_ids = sorted({*eos} - {None})
-        self.special_tokens = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
+            ends.update(listed if isinstance(listed, list) else [listed])
+        self.eos_ids = sorted(ends - {None})
         banned = [*placeholders, *map(self.tokenizer.convert_tokens_to_ids, VISION_TOKENS)]
         self.banned_ids = sorted({i for i in banned if i is not None})
 
-    def _try_template(self, label: str) -> tuple[str, int | None]:
-        """Return what the chat template puts at the begin of a response, such as `<think>` and a line break, or ""; and
-        the special token that it puts at its end, if any. Raise UserError if the template writes no image."""
+    def _try_template(self, label: str) -> tuple[str, set[int]]:
+        """Return the text that the chat template puts at the start of a response, such as `<think>` and a line break,
+        or "" (also if it closes the thought at once); and the special token, if any, that it puts after a response.
+        Raise UserError if the template does not write one image for an <image> mark."""
         question, marker = {"role": "user", "content": f"{IMAGE_PLACEHOLDER}question"}, "RESPONSE"
-        with as_user_error((jinja2.TemplateError, TypeError, ValueError),
-                           f"{label}: its chat template cannot write a prompt with an image; use the template of its "
-                           "vision-language model"):
-            prompt = self.apply_chat_template([question])
-            history = self.apply_chat_template([question, {"role": "assistant", "content": marker}])
-        need(prompt.count("<|image_pad|>") == 1, f"{label}: its chat template writes {prompt.count('<|image_pad|>')} "
-             "<|image_pad|> for a prompt with one image; use the template of its vision-language model")
-        opening = re.search(r"(?:<[a-z_]+>|\[THINK\])\s*$", prompt)
-        after = self.tokenizer.encode(history.partition(marker)[2], add_special_tokens=False)[:1]
-        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        return opening[0] if opening else "", after[0] if special & {*after} else None
+        with as_user_error((jinja2.TemplateError, TypeError, ValueError), f"{label}: its chat template cannot write a "
+                           "prompt with an image; use the template of its vision-language model"):
+            prompt, ids = self.apply_chat_template([question]), self.tokenize_messages([question])
+            history = self.apply_chat_template([question, {"role": "assistant", "content": marker}, question])
+        count = ids.count(self.image_token_id)
+        need(count == 1, f"{label}: its chat template writes {count} image tokens for a prompt with one image; use the "
+             "template of its vision-language model")
+        before, _, after = history.partition(marker)
+        # a template that writes empty thoughts into the history has other text there; then the opening is the last tag
+        opening = prompt.removeprefix(before)
+        opening = opening if opening != prompt else re.search(r"(<[^<>|/]+>)?\s*$", prompt)[0]
+        ends = {*self.tokenizer.encode(after, add_special_tokens=False)[:1]} & {*self.special_tokens.values()}
+        return "" if opening.isspace() or "</" in opening else opening, ends
 
     def _make_patcher(self, label: str) -> Patcher:
         """Return a Patcher that gives the image processor's values. Raise UserError if the image processor does more
@@ -639,16 +642,16 @@ def weight_files(path: str) -> list[Path]:
 
 
 def check_head(path: str, tied: bool) -> None:
-    """Raise UserError if the head is tied to the embedding by the config, although the files hold another head."""
-    names, files = ("lm_head.weight", "embed_tokens.weight"), {}
-    all_files = weight_files(path)
-    for file in all_files if tied else ():
+    """Raise UserError if the config ties the head to the embedding, although the files hold another head."""
+    stored = {}
+    for file in weight_files(path) if tied else ():
         with suppress(SafetensorError), safe_open(file, "pt") as tensors:  # damage is reported later
-            files |= {key: file for key in tensors.keys() if key.endswith(names)}  # noqa: SIM118  not a dict
-    if len(files) == 2:
-        head, embedding = (safe_open(file, "pt").get_tensor(key) for key, file in files.items())
-        need(torch.equal(head, embedding), f"--model {path!r}: its config.json ties the head to the embedding "
-             f"(tie_word_embeddings), but its files hold different tensors for {' and '.join(files)}; set it to false")
+            stored |= {name[1]: (file, key) for key in tensors.keys()  # noqa: SIM118  not a dict
+                       if (name := re.fullmatch(r"(?:model\.|language_model\.)*(lm_head|embed_tokens)\.weight", key))}
+    if len(stored) == 2:
+        head, embedding = (safe_open(file, "pt").get_tensor(key) for file, key in stored.values())
+        need(torch.equal(head, embedding), f"--model {path!r}: config.json ties the head to the embedding "
+             "(tie_word_embeddings) although the files hold both, with other values; set it to false")
 
 
 def load_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...] = ()) -> nn.Module:
@@ -659,7 +662,12 @@ def load_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...
     transformers.utils.logging.disable_progress_bar()  # a bar per rank and load would hide the run's own output
     register_attention()
     options = {"attn_implementation": "planned", "trust_remote_code": False, "use_safetensors": True}
-    return attach_family(AutoModel.from_pretrained(path, config=config, dtype=dtype, **options), family)
+    hf, info = AutoModel.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True, **options)
+    missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    need(not missing, f"--model {path!r}: {len(missing)} tensors are missing: {missing[:3]}; download it again")
+    if unused:
+        print0(f"{path}: ignored {len(unused)} tensors that are not part of the model: {', '.join(unused[:3])}")
+    return attach_family(hf, family)
 
 
 def attach_family(hf: nn.Module, family: Family) -> nn.Module:

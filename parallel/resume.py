@@ -17,7 +17,7 @@ from rewards.functions import absolute_files
 from settings import REQUIRED, flag_field, flag_name, load_run_settings, never
 
 # Settings that a resumed run must keep: the weights or the position in the data (counted in batches) depend on them
-FIXED = ("model", "train_vision", "lora_targets", "prompts_per_step")
+FIXED = ("model", "train_vision", "lora_targets", "prompts_per_step", "seed")
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,10 @@ def contains_run(out: Path) -> bool:
 
 
 def describe_data(examples: Sequence[Any]) -> str:
-    """Return the number of rows and a checksum of their uids in order, on which a position in the data depends."""
-    return f"{len(examples)} rows, checksum {zlib.crc32(' '.join(e.uid for e in examples).encode()):08x}"
+    """Return the number of rows and a checksum of their uids and truths in order, on which a position in the data
+    depends. Uids alone do not tell: those of rows without an index are their numbers."""
+    rows = str([(e.uid, e.ground_truth) for e in examples])
+    return f"{len(examples)} rows, checksum {zlib.crc32(rows.encode(errors='replace')):08x}"
 
 
 def find_resume_checkpoint(out: Path, resume: str, settings: Mapping[str, Any], parts: list[str],

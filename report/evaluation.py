@@ -93,11 +93,12 @@ def example_scores(records: Sequence[dict], metric: str) -> list[float]:
 
 def voted_answer(sample: dict) -> str | None:
     """Return the answer that a response votes for: the content of its last \\boxed{}, or else its text after a <think>
-    block. Return None if it failed or is empty."""
+    block. Return None if it failed, is empty, or ends inside the block."""
     if sample["finish_reason"] == "error":
         return None
-    boxed = extract_boxed(sample["text"])
-    return normalize_answer(sample["text"].rpartition("</think>")[2] if boxed is None else boxed) or None
+    boxed, text = extract_boxed(sample["text"]), sample["text"].rpartition("</think>")[2]
+    text = text if "<think>" not in text else ""
+    return normalize_answer(text if boxed is None else boxed) or None
 
 
 def summarise(records: Sequence[dict], metric: str | None = None) -> dict:

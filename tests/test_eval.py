@@ -74,7 +74,7 @@ def test_a_tied_head_with_its_own_weights_is_refused(tmp_path):
     save_file(weights | {"lm_head.weight": weights[embedding] + 1}, file, metadata={"format": "pt"})
     path = str(tmp_path / "toy")
     cfg = E.parse_args([path, "--data", "-", "--out", "-", "--rollout", "hf"])
-    with pytest.raises(UserError, match="toy: its config.json ties the head"):
+    with pytest.raises(UserError, match="toy.: config.json ties the head"):
         E.load_engine(
             cfg, path, M.Processor(path), ExampleList([], [0]), None, DistContext(0, 1, torch.device("cpu"))
         )
@@ -173,6 +173,7 @@ def test_votes_count_the_boxed_answers():
     kinds = [voted_answer({"text": text, "finish_reason": "stop"}) for text in texts]
     assert kinds == ["4", "4", "5", r"\boxed{5", "5"]
     assert voted_answer({"text": r"\boxed{4}", "finish_reason": "error"}) is None
+    assert voted_answer({"text": "<think>perhaps 4", "finish_reason": "length"}) is None
     r = record("a", [1, 1, 0, 0, 0])
     for sample, text in zip(r["samples"], texts, strict=True):
         sample["text"] = text

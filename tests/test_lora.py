@@ -101,7 +101,7 @@ def test_errors_name_adapters_of_other_models_and_damaged_files(toys, tmp_path):
             {k: v for k, v in tensors.items() if k != key},
             r"lora_A of .*layers.0.mlp.up_proj has shape None, but must have \(4, 64\)",
         ),
-        (tensors | {key.replace("layers.0", "layers.7"): tensors[key].clone()}, "the key .*layers.7.* keys are such as"),
+        (tensors | {key.replace("layers.0", "layers.7"): tensors[key].clone()}, "key .*layers.7.* keys are such as"),
         ({k: v for k, v in tensors.items() if "layers.1." not in k}, "no tensors for 7 layers, .*layers.1.mlp"),
     ]:
         save_file(changed, tmp_path / "adapter_model.safetensors")
