@@ -10,10 +10,21 @@ from conftest import FAMILIES
 from safetensors.torch import load_file, save_file
 from test_train import TORCHRUN, flags, rows, run, shapes  # noqa: F401
 
+import demo
 import merge_lora
 import model as M
 import parallel.sharding as sharding
-from layers.lora import LoraConfig, add_lora, find_lora_layers, read_adapter, write_adapter
+from errors import UserError
+from layers.lora import (
+    LoraConfig,
+    add_adapter,
+    add_lora,
+    find_linear_layers,
+    find_lora_layers,
+    is_target,
+    read_adapter,
+    write_adapter,
+)
 from layers.lora import merge_lora as merge_adapters
 
 
@@ -116,6 +127,107 @@ def test_errors_name_adapters_of_other_models_and_damaged_files(toys, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(ValueError, match="only plain LoRA .*has use_dora=True"):
         read_adapter(load_base(), tmp_path, path)
+
+
+Q_PROJ = "model.language_model.layers.{}.self_attn.q_proj"
+SELECTIONS = [
+    {"target_modules": ["q_proj", "mlp.up_proj"]},
+    {"target_modules": r".*language_model.*\.(q_proj|v_proj)"},
+    {"target_modules": "q_proj"},  # a regex, which must match the whole name
+    {"target_modules": ["q_proj", "qkv"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
+    {"target_modules": ["q_proj", "qkv"], "exclude_modules": r".*visual.*"},
+    {"target_modules": ["q_proj", "qkv"], "layers_to_transform": 1},
+    {"target_modules": ["q_proj", "qkv"], "layers_to_transform": [0], "layers_pattern": "layers"},
+    {"target_modules": ["q_proj", "qkv"], "layers_to_transform": [1], "layers_pattern": ["blocks", "layers"]},
+    {"target_modules": ["q_proj"], "layers_to_transform": []},
+    {"target_modules": [Q_PROJ.format(0), "v_proj"], "layers_to_transform": [1]},
+    {"target_modules": r".*layers\.1.*q_proj", "layers_to_transform": None},
+]
+
+
+@pytest.mark.parametrize("options", SELECTIONS, ids=json.dumps)
+def test_options_select_the_layers_that_peft_selects(options, loaded):
+    from peft import LoraConfig as PeftConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    names = find_linear_layers(loaded["qwen2_5_vl"][0])
+    config = PeftConfig(**options)
+    expected = {name for name in names if check_target_module_exists(config, name)}
+    assert {name for name in names if is_target(name, options)} == expected
+    everything = {name for name in names if is_target(name, {"target_modules": "all-linear"})}
+    assert everything == names.keys() - {"lm_head"}
+
+
+def keep(part):
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if part not in key}
+
+
+def rename(old, new, prefix="base_model.model."):
+    return lambda tensors: {prefix + key[17:].replace(old, new): tensor for key, tensor in tensors.items()}
+
+
+SAME = rename("", "")
+LISTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TEXT = rf".*language_model.*({'|'.join(LISTED)})"
+OLD_TEXT = rf"model\.(?!visual).*({'|'.join(LISTED)})"  # before transformers 4.52 the tower was outside `model`
+OLD = rename("model.language_model.", "model.")
+BORDER = [  # (change of the tensors, change of the options, None if the adapter is read, else a part of the error)
+    (SAME, {"target_modules": TEXT}, None),
+    (OLD, {"target_modules": TEXT}, None),
+    (OLD, {"target_modules": OLD_TEXT}, None),
+    (rename(".weight", ".default.weight"), {}, None),
+    (rename(".weight", ".policy.weight"), {}, None),
+    (rename("", "", prefix=""), {}, None),
+    (rename("model.language_model.", "model.", prefix=""), {}, None),
+    (rename("model.language_model.", "mtp."), {}, "it has the key base_model.model.mtp.layers.0"),
+    (rename("model.language_model.layers.1", "vision.layers.1"), {}, "it has the key .*vision.layers.1"),
+    (lambda t: t | rename(".weight", ".ref.weight")(t), {}, "but also another one of lora_A"),
+    (keep("layers.1."), {}, r"no tensors for 7 layers, such as .*layers.1.mlp.down_proj, .*target_modules"),
+    (keep("layers.1."), {"target_modules": TEXT}, "no tensors for 7 layers"),
+    (keep("layers.1."), {"target_modules": TEXT, "exclude_modules": [Q_PROJ.format(1)]}, "no tensors for 6 layers"),
+    (lambda t: OLD(keep("layers.1.")(t)), {"target_modules": OLD_TEXT}, "tensors for"),
+    (keep("o_proj"), {"target_modules": [*LISTED[:3], *LISTED[4:]], "exclude_modules": "visual.*|.*visual.*"}, None),
+    (keep("layers.1."), {"target_modules": TEXT.replace("language_model", r"layers\.0")}, None),
+    (SAME, {"target_modules": "all-linear"}, "no tensors for .* such as model.visual"),
+    (SAME, {"target_modules": ["q_proj"]}, "has tensors for 12 layers"),
+    (SAME, {"target_modules": None}, "has tensors for 14 layers"),
+    (SAME, {"init_lora_weights": "gaussian", "eva_config": {"rho": 2.0}, "revision": "main", "bias": "none",
+            "loftq_config": {}, "rank_pattern": {}, "runtime_config": {"ephemeral_gpu_offload": False}}, None),
+    *((SAME, {key: value}, f"adapter_config.json has {key}=") for key, value in {
+        "init_lora_weights": "pissa_niter_4", "use_dora": True, "bias": "lora_only", "lora_bias": True,
+        "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8}, "modules_to_save": ["lm_head"],
+        "layer_replication": [[0, 2]], "trainable_token_indices": [1], "target_parameters": ["experts.up"],
+        "fan_in_fan_out": True, "use_qalora": True, "alora_invocation_tokens": [1], "invented_in_2031": 0.5}.items()),
+    *((SAME, {"init_lora_weights": kind}, "has init_lora_weights=") for kind in ("olora", "corda", "loftq", "lora_ga")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(BORDER)))
+def test_almost_known_adapters_are_read_rightly_or_refused(case, toys, tmp_path):
+    change, options, error = BORDER[case]
+    path = str(toys["qwen2_5_vl"])
+    write_adapter(ours := load_adapted(path), path, tmp_path)
+    file, settings = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    save_file({key: tensor.clone() for key, tensor in change(load_file(file)).items()}, file)
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | options))
+    if error:
+        with pytest.raises(UserError, match=error):
+            read_adapter(M.load_hf(path), tmp_path, path)
+        return
+    expected = find_lora_layers(ours)
+    layers = find_lora_layers(read_adapter(M.load_hf(path), tmp_path, path))
+    assert layers
+    for name, layer in layers.items():
+        assert torch.equal(layer.lora_B, expected[name].lora_B) and layer.scale == expected[name].scale
+
+
+def test_an_adapter_of_a_tied_head_is_refused(tmp_path):
+    demo.make_model(tmp_path / "base", tied=True)
+    hf = M.load_hf(base := str(tmp_path / "base"))
+    add_adapter(hf.lm_head, 1.0, torch.zeros(4, hf.lm_head.in_features), torch.zeros(hf.lm_head.out_features, 4))
+    write_adapter(hf, base, tmp_path)
+    with pytest.raises(UserError, match="it adapts lm_head, which .*base' ties to the embedding"):
+        read_adapter(M.load_hf(base), tmp_path, base)
 
 
 @pytest.mark.slow
