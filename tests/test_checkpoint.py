@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,11 +79,10 @@ def copy(saved, tmp_path):
     next(iter(optimizer.state.values()))["exp_avg"].to_local().zero_()
 
 
-def find_start(cfg):
+def find_start(cfg, data="16 rows"):
     """Return the checkpoint from which a run with these settings resumes."""
-    return resume.find_resume_checkpoint(
-        Path(cfg.run.out), cfg.run.resume, cfg.to_flags(), checkpoint_parts(cfg.model, cfg.algo), "16 rows"
-    )
+    parts = checkpoint_parts(cfg.model, cfg.algo)
+    return resume.find_resume_checkpoint(Path(cfg.run.out), cfg.run.resume, cfg.to_flags(), parts, data)
 
 
 def start_flags(toy, out):
@@ -445,9 +445,22 @@ def test_resume_refuses_flags_that_change_the_weights_or_the_data_position(copy,
     cfg = train.parse_args(list(map(str, common)))
     (out / "run.json").write_text(json.dumps({"args": cfg.to_flags()}))
     assert find_start(cfg) == step_dir(out, 4)
-    for flag, value in (("--model", toys["qwen2_vl"]), ("--prompts-per-step", 8), ("--train-vision", "all")):
+    flags = {"--model": toys["qwen2_vl"], "--prompts-per-step": 8, "--train-vision": "all", "--seed": 1}
+    for flag, value in flags.items():
         with pytest.raises(UserError, match=f"the checkpoint does not fit: {flag} was .* and is {value}; keep it"):
             find_start(train.parse_args(list(map(str, [*common, flag, value]))))
+
+
+def test_resume_refuses_other_rows(copy, toys):
+    _, _, out = copy
+    rows = [SimpleNamespace(uid=f"row{i}", ground_truth=str(i)) for i in range(4)]
+    rewrite_trainer_state(step_dir(out, 4), parts=[], data=resume.describe_data(rows))
+    cfg = start_args(toys["qwen2_5_vl"], out, "auto")
+    moved = [SimpleNamespace(uid=row.uid, ground_truth=str(3 - i)) for i, row in enumerate(rows)]
+    for other in (rows[:3], [*rows, rows[0]], rows[::-1], moved):  # fewer, more, another order, uids that are numbers
+        with pytest.raises(UserError, match=rf"--data had 4 rows, .* and now has {len(other)} rows, .*; restore"):
+            find_start(cfg, resume.describe_data(other))
+    assert find_start(cfg, resume.describe_data(list(rows))) == step_dir(out, 4)
 
 
 def test_a_named_checkpoint_is_resumed_if_all_newer_ones_are_damaged(copy, toys):

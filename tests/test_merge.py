@@ -173,6 +173,20 @@ def test_pixel_limits_reach_every_file_that_holds_them(files, toys, tmp_path):
     assert (tmp_path / "out" / "preprocessor_config.json").exists() == (files == 2)
 
 
+def test_tensors_that_are_not_exported_are_told(toys, tmp_path, capsys):
+    base = shutil.copytree(toys["qwen3_5"], tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    save_file(weights | {"mtp.fc.weight": torch.ones(2), "aux.weight": torch.ones(2)}, base / "model.safetensors")
+    config = json.loads((base / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (base / "config.json").write_text(json.dumps(config))
+    merge(make_adapter(base, tmp_path / "adapter", 2, 4, 0.1), tmp_path / "out")
+    told = capsys.readouterr().out
+    assert "mtp_num_hidden_layers 0 instead of 1" in told and "ignored 1 tensors" in told and "aux.weight" in told
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["text_config"]["mtp_num_hidden_layers"] == 0
+
+
 def test_adapters_with_nan_are_named(toys, tmp_path):
     source = make_adapter(toys["qwen2_5_vl"], tmp_path / "adapter", 4, 8.0, float("nan"))
     with pytest.raises(ValueError, match="adapter: .*lora_B.* holds NaN"):

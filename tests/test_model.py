@@ -1,5 +1,6 @@
 """The processor, positions and the packed forward agree with transformers.   pytest tests/test_model.py"""
 
+import copy
 import json
 import pickle
 import random
@@ -14,6 +15,7 @@ from conftest import FAMILIES, dense_mask
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch.nn.attention.flex_attention import create_block_mask
 
 import demo
@@ -25,7 +27,8 @@ from grpo import Algorithm, PolicyLoss
 from layers.attention import PackedAttention, block_mask, resolve_attention
 from layers.lora import LoraConfig, add_lora, find_lora_layers
 from packing import Packer, make_token_batch
-from rollout import Prompt, Rollout
+from parallel.loading import build_meta_model
+from rollout import Prompt, Rollout, response_text
 from sources import hub
 
 QUESTION = "What is this odd thing, and why? "
@@ -510,6 +513,136 @@ def test_models_with_another_kind_of_image_processing_are_refused(toys, tmp_path
         file.write_text(json.dumps(settings | {"image_processor_type": kind, "size": size}))
         with pytest.raises(UserError, match=f"its image processor is {kind[:5]}.*; {supported}"):
             M.Processor(str(tmp_path / "other"))
+
+
+@pytest.fixture
+def change_folder(toys, tmp_path):
+    """change_folder({file name: settings to change, text, or None}) -> a copy of a toy model with other files."""
+
+    def change(files):
+        folder = shutil.copytree(toys["qwen2_5_vl"], tmp_path / "model")
+        for name, content in files.items():
+            file = folder / name
+            if isinstance(content, dict):
+                content = json.dumps((json.loads(file.read_text()) if file.exists() else {}) | content)
+            file.write_text(content) if content else file.unlink()
+        return str(folder)
+
+    return change
+
+
+SIZES = [  # (file, size, --min-pixels and --max-pixels, expected limits; None: refused)
+    ("preprocessor_config.json", {"min_pixels": 3136, "max_pixels": 200704}, (), (3136, 200704)),
+    ("preprocessor_config.json", {"min_pixels": 3136, "max_pixels": 200704}, (None, 9000), (3136, 9000)),
+    ("preprocessor_config.json", {"shortest_edge": 3136, "longest_edge": None}, (), None),
+    ("preprocessor_config.json", {"shortest_edge": 3136, "longest_edge": None}, (None, 9000), (3136, 9000)),
+    ("preprocessor_config.json", {"min_pixels": None, "max_pixels": 9000}, (), None),
+    ("preprocessor_config.json", {"height": 224, "width": 224}, (), None),
+    ("preprocessor_config.json", {"height": 224, "width": 224}, (3136, None), None),
+    ("preprocessor_config.json", {"height": 224, "width": 224}, (3136, 9000), (3136, 9000)),
+    ("preprocessor_config.json", 224, (), None),
+    ("processor_config.json", {"min_pixels": 3136, "max_pixels": 200704}, (), (3136, 200704)),
+    ("processor_config.json", {"longest_edge": 9000, "shortest_edge": None}, (), None),
+    ("video_preprocessor_config.json", {"min_pixels": 1, "max_pixels": None}, (), (784, 262144)),  # not read
+]
+
+
+@pytest.mark.parametrize("case", range(len(SIZES)))
+def test_pixel_limits_of_other_versions_are_read_or_refused(case, change_folder, toys):
+    name, size, flags, expected = SIZES[case]
+    settings = json.loads((toys["qwen2_5_vl"] / "preprocessor_config.json").read_text())
+    files = {name: {"size": size}}
+    if name == "processor_config.json":
+        files = {"preprocessor_config.json": None, name: {"image_processor": settings | {"size": size}}}
+    folder = change_folder(files)
+    if expected:
+        assert tuple(dict(M.Processor(folder, *flags).image_processor.size).values()) == expected
+    else:
+        with pytest.raises(UserError, match="preprocessor_config.json or processor_config.json has the size .*edge"):
+            M.Processor(folder, *flags)
+
+
+PAD, END = 385, 384  # <|endoftext|>, <|im_end|>
+
+
+@pytest.mark.parametrize("generation, tokenizer, expected", [
+    ({"eos_token_id": PAD}, {}, [END, PAD]),
+    ({"eos_token_id": [PAD]}, {}, [END, PAD]),
+    ({"eos_token_id": [END, PAD]}, {}, [END, PAD]),
+    ({"eos_token_id": None}, {}, [END]),
+    (None, {}, [END]),
+    ({"eos_token_id": PAD}, {"eos_token": "<|endoftext|>"}, [END, PAD]),  # the template ends turns with <|im_end|>
+    ({"eos_token_id": None}, {"eos_token": None}, [END]),
+])  # fmt: skip
+def test_a_response_ends_at_every_end_token(generation, tokenizer, expected, change_folder):
+    folder = change_folder({"generation_config.json": generation, "tokenizer_config.json": tokenizer})
+    assert M.Processor(folder).eos_ids == expected
+
+
+CLOSED = "<think>\n\n</think>\n\n"
+OPENINGS = [  # (end of the prompt, what the history has before a response, the opening)
+    *((text, "", text) for text in ("", "<think>\n", "<think>", "<reasoning>\n", "[THINK]", "<|begin_of_thought|>\n",
+                                    "Let me look.\n")),
+    ("\n", "", ""), (CLOSED, "", ""), (CLOSED, CLOSED, ""), ("", CLOSED, ""),
+    ("<think>\n", CLOSED, "<think>\n"), ("<reasoning>", CLOSED, "<reasoning>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, history, opening", OPENINGS)
+def test_a_response_begins_with_the_templates_opening(text, history, opening, loaded):
+    processor = copy.copy(loaded["qwen2_5_vl"][1])
+    processor.tokenizer = copy.deepcopy(processor.tokenizer)
+    template = processor.tokenizer.chat_template.rstrip().removesuffix("{% endif %}") + text + "{% endif %}"
+    role = "{{ message['role'] }}\n"
+    assert role in template
+    template = template.replace(role, role + "{% if message['role'] == 'assistant' %}" + history + "{% endif %}")
+    processor.tokenizer.chat_template = template
+    processor.opening, _ = processor._try_template("x")
+    assert processor.opening == opening
+    assert response_text(processor, [*processor.tokenizer.encode("a b"), END]) == f"{opening}a b"
+
+
+def test_templates_of_other_files_are_read_and_those_without_images_refused(change_folder, toys, tmp_path):
+    template = (toys["qwen2_5_vl"] / "chat_template.jinja").read_text()
+    named = [{"name": "default", "template": template}, {"name": "tools", "template": "x"}]
+    places = {"chat_template.json": template, "processor_config.json": template, "tokenizer_config.json": named}
+    for name, content in places.items():
+        folder = change_folder({"chat_template.jinja": None, name: {"chat_template": content}})
+        assert M.Processor(folder).apply_chat_template([{"role": "user", "content": "<image>"}]).count("pad|>") == 1
+        shutil.rmtree(folder)
+    loop = "{% for m in messages %}"
+    for wrong, message in [
+        ("", "no chat template in its tokenizer, chat_template.json or processor_config.json"),
+        (loop + "{{ m['role'] + m['content'] }}{% endfor %}", "cannot write a prompt with an image; .*concatenate"),
+        (loop + "{{ m['content'] }}{% endfor %}", "writes 0 image tokens"),
+        (template.replace("<|vision_end|>", "<|image_pad|>"), "writes 2 image tokens"),
+        ("{{ raise_exception('no images') }}", "cannot write a prompt with an image; .*no images"),
+    ]:
+        folder = change_folder({"chat_template.jinja": wrong})
+        with pytest.raises(UserError, match=message):
+            M.Processor(folder)
+        shutil.rmtree(folder)
+
+
+def test_a_base_without_a_tensor_or_with_another_head_than_the_tied_one_is_refused(toys, tmp_path):
+    shutil.copytree(toys["qwen2_5_vl"], tmp_path / "cut")
+    weights = load_file(tmp_path / "cut" / "model.safetensors")
+    name = next(key for key in weights if "layers.1.mlp.down_proj" in key)
+    save_file({key: tensor for key, tensor in weights.items() if key != name}, tmp_path / "cut" / "model.safetensors")
+    with pytest.raises(UserError, match="1 tensors are missing: .*layers.1.mlp.down_proj"):
+        M.load_hf(str(tmp_path / "cut"))
+    config = json.loads((toys["qwen2_5_vl"] / "config.json").read_text())
+    for section in (config, config["text_config"]):
+        section.pop("tie_word_embeddings", None)
+    tie = {"tie_word_embeddings": True}
+    for change in (tie, {"text_config": config["text_config"] | tie}):
+        (tmp_path / "cut" / "config.json").write_text(json.dumps(config | change))
+        head = torch.ones_like(weights["lm_head.weight"])
+        save_file(weights | {"lm_head.weight": head, "mtp.embed_tokens.weight": head.clone()},
+                  tmp_path / "cut" / "model.safetensors")
+        for load in (M.load_hf, build_meta_model):
+            with pytest.raises(UserError, match="config.json ties the head .* although the files hold both"):
+                load(str(tmp_path / "cut"))
 
 
 def test_pixel_limits_change_the_number_of_image_tokens(toys, picture):
