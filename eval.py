@@ -336,9 +336,6 @@ def load_engine(cfg: EvalConfig, path: str, processor: Processor, examples: Exam
         servers = build_config(RolloutServerConfig, vars(cfg))
         engine = make_engine(cfg.rollout, weights.cfg.model, processor, ctx, dtype, sizes, cfg.vllm, servers, **kwargs)
     engine.sync(lambda trainable_only: weights)
-    need(engine.has_all_weights,
-         f"{path}: the engine has weights that the model does not provide; config.json may tie the head to the "
-         "embedding although the files hold both")
     print0(f"loaded {weights.hf.loaded_from}")
     return engine
 

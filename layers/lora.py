@@ -137,17 +137,6 @@ def write_adapter(
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def find_layer(key: str, hf: nn.Module, linear: Mapping[str, nn.Linear]) -> tuple[str, str]:
-    """Return the layer of a key in an adapter's file: as the file names it, and as the model does. Older versions of
-    transformers had other names, which are renamed as transformers does for weights."""
-    name = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0]
-    if name in linear:
-        return name, name
-    renamings = [step for step in get_model_conversion_mapping(hf) if isinstance(step, WeightRenaming)]
-    renamed = rename_source_key(f"{name}.weight", renamings, [], hf.base_model_prefix, dict(hf.state_dict()))[0]
-    return name, renamed.removesuffix(".weight")
-
-
 def is_target(name: str, config: Mapping) -> bool:
     """Return whether PEFT adapts the layer of this name, by the options of adapter_config.json that select layers."""
     targets, excluded, blocks, patterns = map(config.get, LAYER_KEYS)
@@ -191,18 +180,21 @@ def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
     is_valid = isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)
     need(is_valid, f"{folder}: adapter_config.json has r={rank!r} and lora_alpha={alpha!r}; correct them")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    linear, found, prefixes = find_linear_layers(hf), {}, {}
+    linear, found, prefixes, state = find_linear_layers(hf), {}, {}, dict(hf.state_dict())
+    renamings = [step for step in get_model_conversion_mapping(hf) if isinstance(step, WeightRenaming)]
     for key, tensor in tensors.items():
-        name, present = find_layer(key, hf, linear)
-        side = re.fullmatch(r"([AB])\.(?:[^.]+\.)?weight", key.rpartition(".lora_")[2])  # may name the adapter
+        name, _, side = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+        present, side = name, re.fullmatch(r"([AB])\.(?:[^.]+\.)?weight", side)  # may name the adapter
+        if name not in linear:  # older versions of transformers had other names
+            present = rename_source_key(f"{name}.weight", renamings, [], hf.base_model_prefix, state)[0][:-7]
         need(side and present in linear, f"{folder}: the adapter does not fit {base!r}: it has the key {key}, but "
              f"this model's keys are such as {PEFT_PREFIX}{next(iter(linear))}.lora_A.weight; save it with the present "
              "versions of transformers and peft")
         need((present, side[1]) not in found, f"{folder}: it has the key {key}, but also another one of lora_{side[1]} "
              "of this layer; save one adapter alone")
         found[present, side[1]] = tensor
-        same = len(os.path.commonprefix([name[::-1], present[::-1]]))
-        prefixes[present[: len(present) - same]] = name[: len(name) - same]
+        same = -len(os.path.commonprefix([name[::-1], present[::-1]]))
+        prefixes[present[:same]] = name[:same]
     names = {name for name, _ in found}
     older = {name: next((prefixes[new] + name.removeprefix(new) for new in sorted(prefixes, reverse=True)
                          if name.startswith(new)), name) for name in linear}  # fmt: skip

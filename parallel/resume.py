@@ -130,8 +130,8 @@ def contains_run(out: Path) -> bool:
 def describe_data(examples: Sequence[Any]) -> str:
     """Return the number of rows and a checksum of their uids and truths in order, on which a position in the data
     depends. Uids alone do not tell: those of rows without an index are their numbers."""
-    rows = str([(e.uid, e.ground_truth) for e in examples])
-    return f"{len(examples)} rows, checksum {zlib.crc32(rows.encode(errors='replace')):08x}"
+    rows = [(e.uid, e.ground_truth) for e in examples]
+    return f"{len(rows)} rows, checksum {zlib.crc32(str(rows).encode()):08x}"
 
 
 def find_resume_checkpoint(out: Path, resume: str, settings: Mapping[str, Any], parts: list[str],

@@ -96,8 +96,7 @@ def voted_answer(sample: dict) -> str | None:
     block. Return None if it failed, is empty, or ends inside the block."""
     if sample["finish_reason"] == "error":
         return None
-    boxed, text = extract_boxed(sample["text"]), sample["text"].rpartition("</think>")[2]
-    text = text if "<think>" not in text else ""
+    boxed, text = extract_boxed(sample["text"]), sample["text"].rpartition("</think>")[2].partition("<think>")[0]
     return normalize_answer(text if boxed is None else boxed) or None
 
 
