@@ -1198,7 +1198,8 @@ from types import SimpleNamespace
 import reward
 from rewards.grade import Grader, check_tasks, make_rollout_stub
 sources = [("me/LiChess", "e4"), ("go", ""), ("chess", "")]
-rows = [SimpleNamespace(data_source=source, ground_truth=truth, extra={}, uid=truth, messages=[]) for source, truth in sources]
+rows = [SimpleNamespace(data_source=source, ground_truth=truth, extra={}, uid=truth, messages=[])
+        for source, truth in sources]
 grader = Grader(reward.RewardConfig(reward_workers=0))
 scored = grader.collect([make_rollout_stub(rows[0], text) for text in ("e4", "d4")])
 print(scored, check_tasks(rows[:1]), reward.TASKS["lichess"].instruction)
