@@ -41,7 +41,6 @@ def build_meta_model(path: str, dtype: torch.dtype = torch.float32, paths: tuple
     register_attention()
     with register_module_parameter_registration_hook(to_meta_parameter):
         hf = AutoModel.from_config(config, dtype=dtype, attn_implementation="planned")
-    check_head(path, hf.get_output_embeddings().weight is hf.get_input_embeddings().weight)
     unsupported = [converter for converter in weight_converters(hf) if not is_supported_converter(converter)]
     if unsupported:
         patterns = ", ".join(unsupported[0].source_patterns)
@@ -162,6 +161,7 @@ def load_sharded(policy: Policy, path: str) -> None:
     shapes = {name: list(p.shape) for name, p in hf.named_parameters() if p.is_meta}
     stored = match_parameters(hf, path, shapes) if shapes else {}
     tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
+    check_head(path, tied)
     device = policy.banned.device if not policy.offloaded else torch.device("cpu")
     policy._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     if tied:  # _apply has given each module a separate tensor

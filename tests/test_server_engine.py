@@ -43,6 +43,7 @@ from utils import DistContext, derive_seed, run_in_thread
 
 URLS = ["http://one", "http://two", "http://three"]
 PROCESSOR = SimpleNamespace(
+    opening="",
     eos_ids=[0],
     banned_token_ids=lambda vocab_size: torch.tensor([99]),
     image_token_id=99,
