@@ -1,5 +1,4 @@
-"""Numbers and units in answers: one grammar for geo3k, vqa, geospot and calculator. The file name begins with _ because
-this is no task."""
+"""Numbers and units in answers, for geo3k and geospot. The file name begins with _ because this is no task."""
 
 import re
 import unicodedata
