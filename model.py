@@ -644,7 +644,7 @@ def weight_files(path: str) -> list[Path]:
 def check_head(path: str, tied: bool) -> None:
     """Raise UserError if the config ties the head to the embedding, although the files hold another head."""
     stored = {}
-    for file in weight_files(path) if tied else ():
+    for file in weight_files(path) * tied:
         with suppress(SafetensorError), safe_open(file, "pt") as tensors:  # damage is reported later
             stored |= {name[1]: (file, key) for key in tensors.keys()  # noqa: SIM118  not a dict
                        if (name := re.fullmatch(r"(?:model\.|language_model\.)*(lm_head|embed_tokens)\.weight", key))}

@@ -54,10 +54,10 @@ LOADED, SLEEPS = "M parameters", "the reward sleeps"  # printed by a run when it
 SCRIPTS = {"train.py": train, "eval.py": eval_script, "merge_lora.py": merge_lora, "prepare_data.py": prepare_data}
 
 # A reward that differs within groups, and misbehaves after FAULT_AFTER calls on each rank, if the variables FAULT_* are
-# set. Rank 0 calls it twice in the set-up; those calls are numbers -1 and 0.
+# set. Rank 0 calls it eight times in the set-up; those calls are numbers -7 to 0.
 REWARD = """
 import os, pathlib, time
-calls = -2 * (os.environ.get("RANK", "0") == "0")
+calls = -8 * (os.environ.get("RANK", "0") == "0")
 def score(response, example):
     global calls
     calls += 1
@@ -497,7 +497,7 @@ def hurries(toy: Toy, ranks: int, tally: Tally) -> str:
         return time.monotonic() - began
 
     out = toy.new_path()
-    run = toy.train(out, before=functools.partial(never_returns, after=-2))
+    run = toy.train(out, before=functools.partial(never_returns, after=-8))
     setup = stop(run, signal.SIGTERM, SLEEPS)
     checks = {f"exit {run.codes}": run.codes == [143], **check_output(run, "during the set-up")}
     tally.case("SIGTERM in the set-up", checks, run)
@@ -829,25 +829,25 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
     with disk(toy, size + 4 * needed) as place:
         out, filler = toy.copy_partial_run(ranks, place), place / "filler"
         run = toy.train(out, ranks=ranks, before=fill).wait()
-        checks = check_user_error(run, "no space left", "bytes", "free") | {
+        checks = check_user_error(run, "no space left", "GB free") | {
             "older checkpoints verify": verified(out) and newest(out) == START
         }
         checks |= (
             {"metrics of all steps are there": len(read_rows(out / "metrics.jsonl")) == STEPS} if ranks == 1 else {}
         )
         late = toy.train(out, ranks=ranks).wait()
-        checks |= check_output(late, "error: ", "disk full", "bytes") | {
+        checks |= check_output(late, "error: ", "disk full", "GB") | {
             "refused before the first step": f"step {START + 1}/" not in late.text
         }
         filler.unlink()
         tally.case("a checkpoint", checks | toy.check_resumed(out, ranks), run)
     if ranks > 1:
-        return "one line with bytes needed and free, older checkpoints good; after space was freed, equal bit for bit"
+        return "one line with the space needed and free, older checkpoints good; after space was freed, equal bit for bit"
     with disk(toy, size + 4 * needed) as place:
         out = toy.copy_partial_run(ranks, place)
         filler = place / "filler"
         run = toy.train(out, before=lambda rank: os.environ.update(FAULT_AFTER="0", FAULT_FILL=str(filler))).wait()
-        checks = check_user_error(run, "space left", "bytes free") | {
+        checks = check_user_error(run, "space left", "GB free") | {
             "older checkpoints verify": verified(out) and newest(out) == START
         }
         late = toy.train(out).wait()
@@ -858,12 +858,12 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
         with disk(toy, 2**13) as place:
             script, target, argv = commands(toy, place)[name]
             run = toy.run(script, *argv).wait()
-            checks = check_user_error(run, "space left", "bytes free")
+            checks = check_user_error(run, "space left", "GB free")
             whole = {f"nothing half written: {list(place.iterdir())}": not any(place.iterdir())}
             checks |= check_output(run, "95% interval") if name == "eval" else whole  # eval.py prints its figures first
             tally.case(name, checks, run)
     return (
-        "one line with bytes needed and free, older checkpoints good, nothing half written, eval's figures shown; then "
+        "one line with the space needed and free, older checkpoints good, nothing half written, eval's figures shown; then "
         "equal bit for bit"
     )
 

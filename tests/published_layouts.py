@@ -94,8 +94,10 @@ def virl39k(folder: Path, images: list[tuple[bytes, int]]) -> None:
     rows = []
     for i in range(N):
         names = [f"images/Processed-{i}-{j}.png" for j in range(1 + i % 2)]  # some questions have two images
-        rows.append({"question": f"{'<image>' * len(names)}\nSolve problem {i}.",
-                     "answer": rf"\boxed{{{VIRL39K[i % len(VIRL39K)]}}}", "PassRate_32BTrained": 0.5,
+        truth = VIRL39K[i % len(VIRL39K)]
+        choices = "\nChoices:\nA. 10\nB. 20" if truth == "B" else ""
+        rows.append({"question": f"{'<image>' * len(names)}\nSolve problem {i}.{choices}",
+                     "answer": rf"\boxed{{{truth}}}", "PassRate_32BTrained": 0.5,
                      "PassRate_7BBase": -1.0, "category": "(GradeSchool) Geometric", "source": "Processed",
                      "qid": f"Processed-{i}", "image": names})
     write_parquet(folder / "virl39k/39Krelease.parquet", rows)

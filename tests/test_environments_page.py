@@ -150,7 +150,7 @@ def test_the_example_is_short_and_marked_commands_have_valid_flags(monkeypatch):
     monkeypatch.setattr(evaluate, "resolve_model", lambda *_: ("", None, {}))  # it would open the model
     [block] = re.findall(r"```python\n(.*?)```", EXAMPLE, re.S)
     assert len(block.splitlines()) <= 22 and len([line for line in block.splitlines() if line]) <= 20
-    page_commands = commands(EXAMPLE) + commands(sections(PAGE)["Built-in environments"])
+    page_commands = commands(EXAMPLE) + commands(sections(PAGE)["The built-in environment"])
     marked = [words for words, mark, _ in page_commands if mark]
     assert len(marked) == 3
     for words in marked:

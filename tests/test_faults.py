@@ -498,8 +498,8 @@ def score(response, example):
 
     whole = start("whole")
     assert whole.returncode == 0, whole.stderr
-    trial, evaluation, step = 1, 6, 12
-    interrupted = start("cut", SIGNAL_AT=str(trial + evaluation + 2 * step + 3))
+    trial, evaluation, step = 8, 6, 12
+    interrupted = start("cut", SIGNAL_AT=str(trial + evaluation + 2 * step + 2))
     assert interrupted.returncode == 143 and "stopped after step 2 of 2, saved in" in interrupted.stderr, (
         interrupted.stderr
     )
@@ -511,7 +511,7 @@ def score(response, example):
 
 def test_a_run_that_ended_before_its_first_step_does_not_block_its_folder(start, tmp_path):
     with pytest.raises(ZeroDivisionError):
-        start("return 1 / (3 - len(calls))", "--steps", 1)  # passes the trial call, on two responses
+        start("return 1 / (9 - len(calls))", "--steps", 1)  # passes the trial, on eight responses
     assert (tmp_path / "out" / "run.json").is_file()
     start("return len(response)", "--steps", 1)
     with pytest.raises(UserError, match="already holds a run"):

@@ -1188,7 +1188,7 @@ def chess(response, example, finish_reason):
 
 
 def test_a_file_in_tasks_is_a_task(tmp_path):
-    for name in ("reward.py", "errors.py", "settings.py", "prepare_data.py", "startup.py"):
+    for name in ("reward.py", "errors.py", "settings.py", "prepare_data.py", "startup.py", "requirements.txt"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     for name in ("tasks", "sources", "rewards"):
         shutil.copytree(ROOT / name, tmp_path / name)

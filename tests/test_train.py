@@ -868,7 +868,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(toys, shapes, tmp_path):
 
 
 @pytest.mark.parametrize("given, message", [
-    (["--epochs", "4"], "unknown flag --epochs; use --update-epochs"),
+    (["--epochs", "4"], "unknown flag --epochs; for epochs of the data use --steps = 4 x rows / "),
     (["--sample-rounds", "4"], "unknown flag --sample-rounds; use --max-gen-batches"),
     (["--track", "wandb"], "unknown flag --track; use --report-to"),
     (["--group_size", "4"], "unknown flag --group_size; use --group-size;"),
