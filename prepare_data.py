@@ -276,10 +276,10 @@ def build_example(raw: RawRow, reading: DataFormatConfig) -> Example:
     levels = MAX_DEPTH - 1 if reading.split else MAX_DEPTH  # a column may be written one level deeper, into extra_info
     need(not content.is_too_deep(record, levels), f"nested more than {levels} levels deep")
     prompt, *cells = content.row_content(record, reading.prompt_key, reading.image_key, reading.prompt_template)
-    if reading.prompt_key == reading.answer_key and isinstance(prompt, list) and prompt[1:]:
+    if reading.prompt_key == reading.answer_key and isinstance(prompt, list) and prompt:
         *prompt, last = prompt  # a conversation that ends with its answer
-        need(isinstance(last, dict) and last.get("role") == "assistant", "the last message is not the assistant's, so "
-             "it is no answer; name the column of the answer with --answer-key")
+        need(prompt and isinstance(last, dict) and last.get("role") == "assistant", "the last message is not the "
+             "assistant's, so it is no answer; name the column of the answer with --answer-key")
         record = record | {reading.answer_key: last.get("content")}
     messages = build_messages(prompt, reading.system, resolve_instruction(reading.instruction))
     images, videos = load_images(cells[0], raw, reading), load_videos(cells[1], raw, reading)
@@ -351,8 +351,9 @@ def valid_examples(
         yield result
         if len(taken) == limit:
             break
-    for note, n in notes.items():
-        if n < len(taken) or note == ONE_COLOUR:  # what all rows have in common is the format of the file
+    for note, n in sorted(notes.items()):
+        # what all rows have in common is the format of the file, unless it names a column of images
+        if n < len(taken) or note == ONE_COLOUR or note == NO_IMAGE and reading.split and reading.image_key:
             print_once(f"{n} of {len(taken)} rows {note}")
     check_bad_rows(bad, len(taken), reading.bad_rows)
 

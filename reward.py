@@ -201,9 +201,12 @@ def extract_boxed(response: str) -> str | None:
 
 
 WRAPPED = r"<think>.*?</think>(.*\S.*)|<answer>(?!\s*</)((?:(?!</?answer>).)+)</answer>|\$\$?([^$]*[^$\s][^$]*)\$\$?|"
-# a text that ends with `#### 5`, `The answer is 5.` or `Answer: B`; bold
+# a text that ends with `#### 5`, `The answer is 5.`, `Answer: B` or `答案：B`, unless its beginning denies it, as `I do
+# not think the answer is 5` does; bold; `Option C`
 WRAPPED += r"(?![\[{])(?:.*\s)?####\s*([^\n#]*[^\s#])|\*\*([^*]+)\*\*|"
-WRAPPED += r"(?![\[{])(?:.*\s)?(?:the )?(?:final |correct )?answer(?: is ?:?|:\**)\s*((?:[^.\n]|\.(?!\s|$))+)\.?|"
+WRAPPED += r"(?![\[{]|.*\b(?:not|never|wrong|false|if|maybe|perhaps|might|unsure)\b|.*n't\b)(?:.*\s)?"
+WRAPPED += r"(?:(?:the )?(?:final |correct |right )?(?:answer|option|choice)(?: (?:is|would be) ?:?|\s*[:：]\**|\s*\n)|"
+WRAPPED += r"ans\.?\s*:|答案\s*[:：])\s*((?:[^.\n]|\.(?!\s|$))+)\.?|(?:option|choice) (\(?[A-Z]\)?)|"
 WRAPPED += r"\\\(((?:(?!\\[()]).)+)\\\)|\\\[((?:(?!\\[\[\]]).)+)\\\]"
 WRAPPED = re.compile(WRAPPED, re.DOTALL | re.IGNORECASE)
 

@@ -842,7 +842,7 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
         filler.unlink()
         tally.case("a checkpoint", checks | toy.check_resumed(out, ranks), run)
     if ranks > 1:
-        return "one line with the space needed and free, older checkpoints good; after space was freed, equal bit for bit"
+        return "one line with space needed and free, older checkpoints good; after space was freed, equal bit for bit"
     with disk(toy, size + 4 * needed) as place:
         out = toy.copy_partial_run(ranks, place)
         filler = place / "filler"
@@ -863,7 +863,7 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
             checks |= check_output(run, "95% interval") if name == "eval" else whole  # eval.py prints its figures first
             tally.case(name, checks, run)
     return (
-        "one line with the space needed and free, older checkpoints good, nothing half written, eval's figures shown; then "
+        "one line with space needed and free, older checkpoints good, nothing half written, eval's figures shown; then "
         "equal bit for bit"
     )
 

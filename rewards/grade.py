@@ -82,6 +82,7 @@ FORM_PATTERNS = (r"\\boxed", "<think>", "JSON|coordinates")
 COUNT_REASONS = {  # count of a failed check -> what is wrong with the ground truth
     "no_box": "its braces do not match",
     "bad_truth": "it holds no answer",
+    "sentence": "it is a sentence, and its answer alone would be wrong",
     "unreadable": "it is neither mathematics nor plain words",
     "refused": "it is too long, too deep or too large",
     "cas_timeout": "math-verify took too long",

@@ -27,7 +27,8 @@ TEXT_PART_TYPES = ("text", "input_text")
 MEDIA_PART_TYPES = ("image", "image_url", "input_image", "video", "video_url", "input_video")
 VIDEO_OPTIONS = {"video", "fps", "sample_fps", "nframes", "min_frames", "max_frames"}  # fields of a part with a video
 MEDIA_FIELDS = ("{}", "{}_url", "url", "path", "base64", "bytes")  # fields of a part that may hold its {image or video}
-ROLE_NAMES = {"human": "user", "gpt": "assistant"}  # as LLaVA and ShareGPT call them
+# as LLaVA, ShareGPT and others call them
+ROLE_NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 LIKE_MESSAGES = re.compile(r"""\W*["'](?:role|from|content|value)\\?["']\s*:""")
 
 
@@ -43,9 +44,11 @@ def parse_messages(prompt: object) -> object:
     but cannot be read."""
     messages = parse_cell(prompt)
     messages = [messages] if isinstance(messages, dict) else messages
+    if isinstance(messages, list) and all(isinstance(m, dict) and "type" in m and "role" not in m for m in messages):
+        messages = [{"role": "user", "content": messages}]  # content parts without their message
     if not isinstance(messages, list) or not all(isinstance(m, dict) and {"role", "from"} & m.keys() for m in messages):
-        need(not isinstance(prompt, str) or not LIKE_MESSAGES.match(prompt),
-             "the prompt is a text that looks like messages, but is not JSON of a list of {role, content}; write JSON")
+        need(messages is prompt and not (isinstance(prompt, str) and LIKE_MESSAGES.match(prompt)),
+             "the prompt is JSON or looks like it, but is no list of {role, content}; write such a list, or plain text")
         return prompt
     converted = []
     for message in messages:
@@ -53,7 +56,8 @@ def parse_messages(prompt: object) -> object:
             message = {k: v for k, v in message.items() if k not in ("from", "value", "role", "content")} | {
                 "role": message["from"], "content": message.get("value")}
         role = message["role"]
-        converted.append(message | {"role": ROLE_NAMES.get(role, role) if isinstance(role, str) else role})
+        role = role.lower() if isinstance(role, str) else str(role)
+        converted.append(message | {"role": ROLE_NAMES.get(role, role)})
     return converted
 
 

@@ -39,12 +39,17 @@ def any_rows(cfg: ToyConfig, images: tuple[str, ...], convert: Callable[[dict, F
         )
 
     for raw in table_rows(expand_data_paths(cfg.input, cfg.split), cfg, records):
-        if isinstance(raw.record, dict):
-            try:
-                raw.record = convert(raw.record, raw.root)
-            except UserError as error:
-                raw.record = str(error)
-        yield raw
+        yield convert_row(raw, convert)
+
+
+def convert_row(raw: RawRow, convert: Callable[[dict, File], dict]) -> RawRow:
+    """Return a row with its record converted; a bad one gets the reason as its record."""
+    if isinstance(raw.record, dict):
+        try:
+            raw.record = convert(raw.record, raw.root)
+        except UserError as error:
+            raw.record = str(error)
+    return raw
 
 
 def make_row(

@@ -463,6 +463,8 @@ def in_radians(text: str) -> str:
 
 # Words and signs of a hedge, which has several answers. OR and NO in capitals are segments.
 SENTENCE = re.compile(r"(?i)\w (?:is|are|was|were|has|have|had|equals?|because|since|therefore|so)\b")
+LEADING_WORDS = r"(?<![\\A-Za-z])(?!(?:and|sin|cos|tan|log)\b)[A-Za-z]?[a-z]{3,}\W+(?:[+-]?[0-9][^A-Za-z]*|[A-H]\W*)$"
+LEADING_WORDS = re.compile(LEADING_WORDS)  # `Hence 5`, `about 5`
 HEDGE = re.compile(r"\b(?:or|to|vs|no|(?i:either|maybe|and|not|never|but|isn|nan))\b|[;?]")
 # The name before `=`: AB, |AB|, m ∠A, ∠ 1, x°, x_1, f(x), sin A, Area of △ABC, AB/BC, (x, y) in this order, or nothing.
 # A name has no separate number, as in `x 47`, and is not `|x|`, since x may be negative.
@@ -480,7 +482,7 @@ SET = re.compile(r"^([A-Za-zα-ω] ?= ?)?\\\{((?:(?!\\[{}]).)*)\\\}$")
 LETTER = re.compile(r"(?<![A-Za-z\\])(?!(?<=[0-9.])[eE][+-]?[0-9])[A-Za-zα-ωΔ](?<!π)")
 NOT_UNITS = {("L", 2), ("L", 3), ("any", 2), ("any", 3), ("°", 1)}  # that `units` cannot stand for
 DEGREES: Unit = (Fraction(1), frozenset({("°", 1)}))
-# A number and one to three words that name what is counted
+# A number and one to three words that name what is counted; `known` must have them in the plural, unlike `5 May`
 NAMED_COUNT = re.compile(rf"([+-]?{NUMBER})((?: [A-Za-z]{{3,}}){{1,3}})")
 CHOICE_ANSWER_PATTERN = re.compile(
     r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I
@@ -541,8 +543,9 @@ def without_unit(text: str, known: str = "") -> tuple[str, Unit | None]:
     if unit and len(text) - len(value) < 3 and text[-1] != "." and text[-1].isalpha() and LETTER.search(value):
         value, unit = text, None
     counted = NAMED_COUNT.fullmatch(text) if not unit and known else None
-    if counted and counted[2].casefold().rstrip("s") in known.casefold() and not VALUE_WORDS & {*counted[2].split()}:
-        value, unit = counted[1], (Fraction(1), frozenset({(counted[2].casefold().rstrip("s"), 1)}))
+    noun = counted[2].casefold().rstrip("s") if counted else ""
+    if counted and f"{noun}s" in known.casefold() and not VALUE_WORDS & {*counted[2].split()}:
+        value, unit = counted[1], (Fraction(1), frozenset({(noun, 1)}))
     if "°" in text:
         if unit:
             raise ExpressionError(f"{text!r} has two units")
@@ -858,7 +861,8 @@ def answerable(truth: str, grade: Callable[[str], dict[str, float]]) -> bool:
     if not full_marks(truth, grade):
         return False
     words = re.fullmatch(r"(?=.*[A-Za-z]{3})[\w ,.'-]+", normalise(truth))
-    if words and SENTENCE.search(truth):  # a short answer, such as its last word, would be wrong
+    # a short answer, such as its last word or number, would be wrong
+    if words and SENTENCE.search(truth) or LEADING_WORDS.search(normalise(truth)):
         count("sentence")
         return False
     return words is not None or same_answer(truth, truth, as_text=False)

@@ -13,9 +13,9 @@ are additions of this project.
 
 import random
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from itertools import chain, zip_longest
@@ -33,8 +33,9 @@ from reward import (
     register,
     unwrap_truth,
 )
-from sources.cells import Choices, list_choices, parse_cell, read_choices
-from tasks._tables import any_rows
+from sources.cells import Choices, list_choices, listed_choices, parse_cell, read_choices
+from tasks._grammar import NUMBER, NUMERAL, with_exponents
+from tasks._tables import any_rows, convert_row
 from tasks.shapes import COLOURS, Scene, drawings, has_only_box, make_boxed_response, toy_of
 
 INSTRUCTION = r"Put the answer, a word, a number or the letter of a choice, in \boxed{}."
@@ -183,8 +184,6 @@ PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'  # as in VQA's evaluation
 DIGIT_COMMA = re.compile(r"[0-9],[0-9]")
 PERIOD = re.compile(r"\.(?![0-9])")
 END = ".,!?;:"  # characters after a word of a sentence
-NUMBER_REGEX = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{0,15})(?:\.[0-9]{1,30})?(?:e[+-]?[0-9]{1,2})?")
-POWER_OF_TEN = re.compile(r"(?<=[0-9]) ?(?:×|x|\*|⋅|·|\\times|\\cdot) ?10 ?\^ ?\{?([+-]?[0-9]{1,2})\}?")
 IN_TEXT = re.compile(r"\\(?:text|math)[a-z]* ?\{([^{}]*)\}")  # `\text{red}`
 LEAD = r"^(?:so,? |therefore,? |thus,? )?(?:(?:the |my )?(?:final |correct |right )?(?:answer|option|choice)"
 LEAD += r"(?: (?:is|would be|should be) ?:?| ?:| (?=\([a-z]\))) ?"
@@ -197,9 +196,11 @@ DENIED = re.compile(r"(?:\bnot|(?<=is)n't) (true|correct|false|incorrect)\b")
 IT_IS = re.compile(r"(?:it|they|that|there|these|those|he|she)'(?:s|re) (.+)")
 SUBJECT = r"((?:the|an?|it|they|this|that|these|those|there|he|she)\b.*)"
 SUBJECT = re.compile(SUBJECT + r" (?:is|are|was|were|says?|reads?):? (.+)")
+SENTENCE = re.compile(rf"(?:{SUBJECT.pattern}|[a-z] ?= ?(.+))")  # `x = 5` too
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|%")
 CHOICE_PATTERN = r"\b(under|above|behind|inside|outside|in|on) or ([a-z]+)|"  # an answer is one of `left or right`
 CHOICE_PATTERN = re.compile(CHOICE_PATTERN + r"([a-z]+),? or (?:(?:an?|the|in|on|at|to) )*([a-z]+)")
+LETTER_AND_TEXT = re.compile(r"\(?[a-h](?:[.:] |\) ?)\w")
 CHOICE_REPLY_PATTERN = re.compile(r"(?:option |choice |answer )?([(\[]?)([a-z])(?![a-z0-9'])([.,:)\]]*) ?(.*)")
 FIRST_CHOICE = re.compile(r"[\s(]A[.):]\s", re.IGNORECASE)
 GLOSS = re.compile(r"([^()]+) \(([^()]+)\)([^()]*)")  # `3 (three) dogs`
@@ -238,7 +239,7 @@ def clean(text: str) -> str:
     text = text.casefold()
     for old, new in SPELLINGS.items():
         text = text.replace(old, new)
-    text = POWER_OF_TEN.sub(r"e\1", text) if "10" in text else text
+    text = with_exponents(text)
     text = MONEY.sub(r"\1 dollars", text).replace("$", " ")
     text = LEAD.sub("", IN_TEXT.sub(r"\1", " ".join(text.split())).strip())
     return TAIL_PATTERN.sub("", " ".join(QUOTES.sub("", text).split()).removesuffix(".").rstrip())
@@ -331,7 +332,7 @@ def number_at(words: Sequence[str], start: int = 0) -> tuple[Decimal, int] | Non
     while index < len(words):
         word = words[index]
         small, scale = SMALL_NUMBERS.get(word), SCALES.get(word)
-        digits = NUMBER_REGEX.fullmatch(word) if word.strip("-") else None
+        digits = NUMERAL.fullmatch(word)
         if small is not None:
             tens = last in TENS and 0 < small < 10
             if not (group is None or tens or (last == "hundred" and small)) or small >= least:
@@ -719,14 +720,6 @@ def references(truth: str) -> tuple[str, ...]:
     return tuple(clean(str(answer)) for answer in (answers if isinstance(answers, list) else [truth]))
 
 
-@lru_cache(4096)
-def choices_in(question: str) -> tuple[str, ...]:
-    """Return the choices at the end of a question, `A. red B. blue` or line by line, or () if there are not two."""
-    _, *parts = re.split(r"(?:^|[\s(])([A-Za-z])[.):]\s", question.removesuffix(INSTRUCTION))
-    texts = tuple(text.strip().partition("\n")[0] for text in parts[1::2])
-    return texts if len(texts) > 1 and CHOICE_LETTERS.startswith("".join(parts[::2]).upper()) else ()
-
-
 def answer_kind(example: Any) -> str:
     """Return the answer type of a row in lower case, with spaces."""
     return re.sub("[-_]", " ", str(example.extra.get("answer_type")).casefold())
@@ -744,30 +737,38 @@ def number_tolerance(example: Any) -> tuple[Decimal, Decimal]:
     raise UserError(f"row {example.uid!r}: tolerance is {text!r}; write a number such as 0.5, or a share such as 5%")
 
 
+FOUR_NUMBERS = re.compile(rf"\s*[(\[]?\s*[+-]?{NUMBER}(?:[\s,;]+[+-]?{NUMBER}){{3}}\s*[)\]]?\s*")
 NO_BOXES = "the answer {truth:.80} is a box or a point, which this task does not grade; give the row's data_source a "
 NO_BOXES += "reward of your own (--reward NAME=FILE.py:FUNCTION), or write the answers of several people as texts"
 
 
 def check_no_box(answers: object) -> None:
-    """Raise UserError if the answers are a list of two or more numbers that all differ: neither several people nor
-    several forms of one answer give those, but a box or a point does."""
+    """Raise UserError if the answers are a list of numbers that are a box or a point: four, or two or more that all
+    differ. Neither several people nor several forms of one answer give those."""
     numbers = answers if isinstance(answers, list) else []
     while numbers and all(isinstance(item, list) for item in numbers):
         numbers = list(chain(*numbers))
-    is_number = all(NUMBER_REGEX.fullmatch(str(item)) and str(item).strip("-.,") for item in numbers)
+    is_number = all(NUMERAL.fullmatch(str(item)) for item in numbers)
     values = {Decimal(str(item).replace(",", "")) for item in numbers} if is_number else ()
-    need(not 1 < len(numbers) == len(values), NO_BOXES.format(truth=str(answers)))
+    need(not (1 < len(numbers) == len(values) or len(numbers) == 4 and len(values) == 3),
+         NO_BOXES.format(truth=str(answers)))
 
 
 def answerable(truth: str, grade: Callable[[str], dict[str, float]]) -> bool:
     """Return whether one of the references, given as the answer, is right.
 
-    An object is not answerable, nor is a missing value in the data.
+    An object is not answerable, nor is a missing value in the data, nor a sentence whose answer alone is wrong.
     """
-    check_no_box(parse_cell(re.sub(r"^\((.*,.*,.*)\)$", r"[\1]", truth.strip())))
+    check_no_box(re.findall(r"[^\s,;()\[\]]+", truth) if FOUR_NUMBERS.fullmatch(truth) else parse_cell(truth))
     need(not re.search("</?(?:box|bbox|point)>", truth), NO_BOXES.format(truth=truth))
     if isinstance(parse_cell(truth), dict) or {"nan", "null"}.issuperset(references(truth)):
         count("bad_truth")
+        return False
+    sentences = [match for text in references(truth) if (match := IT_IS.fullmatch(text) or SENTENCE.fullmatch(text))]
+    is_choice = sentences and any(grade(letter)["accuracy"] for letter in CHOICE_LETTERS)
+    alone = (match[match.lastindex] for match in sentences if not is_choice)
+    if "\n" in truth.strip() or not all(grade(answer)["accuracy"] for answer in alone):
+        count("sentence")
         return False
     return any(grade(reference)["accuracy"] for reference in references(truth))
 
@@ -784,11 +785,14 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     tolerance, truths = number_tolerance(example), references(example.ground_truth)
     with as_user_error(UserError, f"row {example.uid!r}"):
         choices = [text for _, text in read_choices(example.extra)]
-    if answer_kind(example) == MULTIPLE_CHOICE and not choices:
-        choices = choices_in(question)
-    if not choices and all(parse_choice(truth, choices_in(question)) is not None for truth in truths):
-        choices = choices_in(question)
-    letters = choice_letters(example.ground_truth) if choices or choices_in(question) else ""
+    listed = choices or listed_choices(question.removesuffix(INSTRUCTION))
+    if answer_kind(example) == MULTIPLE_CHOICE or any(LETTER_AND_TEXT.match(truth) for truth in truths):
+        choices = listed
+    if not choices and all(parse_choice(truth, listed) is not None for truth in truths):
+        choices = listed
+    letters = choice_letters(example.ground_truth)
+    if not {*letters} <= {*CHOICE_LETTERS[: len(listed)]} or parse_choice(truths[0], listed) is not None:
+        letters = ""
     options = ", ".join(map(str, choices))
     for truth in truths if choices and not letters else ():
         need(parse_choice(truth, choices) is not None,
@@ -874,38 +878,57 @@ def strip_question_words(text: str, context: QuestionContext) -> list[str]:
 # --- data ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class IntegerAnswers:
-    """What the integer answers of a file mean, if its choices are texts: all are places from 0, as in ScienceQA, or all
-    are texts. `conflict` is the reason if neither fits all rows."""
+    """What the integer answers of a file mean, if its choices are texts: their positions from 0, as in ScienceQA, or
+    from 1, or the texts themselves. The rows of the file show it together: no position from 1 is 0."""
 
-    meaning: str = ""  # "places" or "texts"; "" until a row shows it
-    conflict: str = ""
+    def __init__(self):
+        self.meanings = {"positions from 0", "positions from 1", "texts"}  # those that fit the rows so far
 
-    def read(self, answer: int, by_text: set[int], n: int) -> set[int]:
-        """Return the places of the choices that an answer names, of n choices; `by_text` are those that equal it."""
-        by_place = {answer} & {*range(n)}
-        if by_text != by_place and not (by_text and by_place and self.meaning):
-            meaning = "" if by_text and by_place else "texts" if by_text else "places" if by_place else "neither"
-            if meaning and self.meaning not in ("", meaning):
-                self.conflict = f"some integer answers are {self.meaning}, but {answer} of {n} choices is not"
-            self.meaning = self.meaning or meaning
-        return by_text | by_place if not self.meaning else by_text if self.meaning == "texts" else by_place
+    def read(self, answer: object, choices: Choices) -> set[int] | None:
+        """Return the positions from 0 that an answer may mean, or None if it is no such integer. Raise UserError if no
+        meaning fits both it and the answers before it."""
+        texts = [text for _, text in choices if isinstance(text, str)]
+        if type(answer) is not int or len(texts) < len(choices) or not texts or choices[0][0] not in ("", "A"):
+            return None
+        by_text = [i for i, text in enumerate(texts) if normalize_text(clean(text)) == str(answer)]
+        fitting = {"positions from 0": answer, "positions from 1": answer - 1}
+        fitting |= {"texts": by_text[0]} if len(by_text) == 1 else {}
+        fitting = {meaning: i for meaning, i in fitting.items() if 0 <= i < len(texts)}
+        need(not fitting or self.meanings & fitting.keys(),
+             f"the integer answers so far are {' or '.join(sorted(self.meanings))}, but {answer} for the choices "
+             f"{', '.join(texts)} is not; write letters or texts")
+        self.meanings = self.meanings & fitting.keys() or self.meanings
+        return {i for meaning, i in fitting.items() if meaning in self.meanings}
 
 
 def rows(cfg: ToyConfig) -> Iterator[RawRow]:
-    """Yield the rows {image, question, answer, type} of .jsonl, .csv or .parquet files, or of a folder of shards."""
-    integers = IntegerAnswers()
-    yield from any_rows(cfg, (), lambda record, root: convert_record(record, cfg.prompt_key, cfg.answer_key, integers))
-    need(not integers.conflict, f"{integers.conflict}; write letters or texts (places count from 0)")
+    """Yield the rows {image, question, answer, type} of .jsonl, .csv or .parquet files, or of a folder of shards. Rows
+    whose integer answer may mean two choices wait until later rows show what it means."""
+    integers, waiting = IntegerAnswers(), deque()
+
+    def positions(raw: RawRow) -> set[int]:
+        choices: Choices = []
+        with suppress(UserError):  # convert_record raises it again
+            choices = read_choices(raw.record) if isinstance(raw.record, dict) else []
+        return (integers.read(parse_cell(raw.record.get(cfg.answer_key)), choices) if choices else None) or set()
+
+    for row in any_rows(cfg, (), lambda record, root: record):
+        waiting.append(row)
+        positions(row)  # before those of the first row that waits
+        while waiting and len(positions(waiting[0])) < 2:
+            yield convert_row(waiting.popleft(), lambda record, root: convert_record(record, cfg, integers))
+    need(not waiting, f"integer answers may mean {', '.join(sorted(integers.meanings))}, and no row shows which, as 0 "
+         "or the number of choices would; write letters or texts")
 
 
-def convert_record(record: dict, question_key: str, answer_key: str, integers: IntegerAnswers) -> dict:
+def convert_record(record: dict, cfg: ToyConfig, integers: IntegerAnswers) -> dict:
     """Return a row as it is stored; raise UserError if it is invalid.
 
     `type` becomes answer_type, the choices (cells.read_choices) are listed below the question, and the answer becomes
     the letter of a choice.
     """
+    question_key, answer_key = cfg.prompt_key, cfg.answer_key
     answer, choices = parse_cell(record.get(answer_key)), read_choices(record)
     check_no_box(answer)
     if isinstance(answer, list):  # in VQA they are {"answer": ..., "answer_id": ...}
@@ -922,7 +945,11 @@ def convert_record(record: dict, question_key: str, answer_key: str, integers: I
              f"choices is {choices!r}, expected 2 to {len(CHOICE_LETTERS)} texts")
         row["choices"] = [str(choice) for _, choice in choices]
         row[answer_key] = choice_letter(answer, choices, integers)
-        row[question_key] = with_choices(row.get(question_key), choices)
+        question = with_choices(row.get(question_key), choices)
+        listed, names = (list(map(clean, texts)) for texts in (listed_choices(record[question_key]), row["choices"]))
+        need(listed == names or sorted(listed) != sorted(names),
+             "the question lists the choices in another order than their column; remove them from the question")
+        row[question_key] = record[question_key] if listed == names else question
     return row
 
 
@@ -930,22 +957,19 @@ def choice_letter(answer: object, choices: Choices, integers: IntegerAnswers) ->
     """Return the letter of the choice that an answer names; raise UserError if it names none or several.
 
     An answer names a choice by its label, by its text or, if it is an integer and the choices are texts without other
-    labels, by its place from 0.
+    labels, as IntegerAnswers reads it.
     """
     text, names = clean(unwrap_truth(str(answer))), [str(name) for _, name in choices]
     by_text = {i for i, choice in enumerate(names) if text == clean(choice)}
     by_text = by_text or {i for i, choice in enumerate(names) if normalize_text(text) == normalize_text(clean(choice))}
     labels = [label for label, _ in choices] if choices[0][0] else list(CHOICE_LETTERS[: len(names)])
     by_label = {i for i, label in enumerate(labels) if text == label.casefold()}
-    named = by_text | by_label
-    if type(answer) is int and all(isinstance(name, str) for _, name in choices) and labels[0] == "A":
-        named, by_label = integers.read(answer, by_text, len(names)), {answer} & {*range(len(names))}
+    positions = integers.read(answer, choices)
+    named = by_text | by_label if positions is None else positions
     if not named and (index := parse_choice(text, names)) is not None:  # `(B)`, `B. blue`
         named = {index}
-    message = f"answer {answer!r} names {len(named)} of the choices {', '.join(names)}; give the letter or text of one"
-    if len(by_text) == len(by_label) == 1:
-        message += f" (its text is {CHOICE_LETTERS[min(by_text)]}, its place is {CHOICE_LETTERS[min(by_label)]})"
-    need(len(named) == 1, message)
+    need(len(named) == 1,
+         f"answer {answer!r} names {len(named)} of the choices {', '.join(names)}; give the letter or text of one")
     return CHOICE_LETTERS[named.pop()]
 
 

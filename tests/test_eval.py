@@ -398,7 +398,8 @@ def test_figures_are_printed_even_if_the_disk_is_full(toys, tmp_path):
     out.mkdir()
     (out / "eval.json.tmp").symlink_to("/dev/full")
     # the task's own reward would refuse these answer types
-    (tmp_path / "mine.py").write_text("def score(response, example):\n    return float(response == example.ground_truth)\n")
+    code = "def score(response, example):\n    return float(response == example.ground_truth)\n"
+    (tmp_path / "mine.py").write_text(code)
     done = run([sys.executable, "eval.py", toys["qwen2_5_vl"], "--data", data, "--max-new-tokens", 3,
                 "--max-prompt-tokens", 200, "--reward", f"{tmp_path}/mine.py:score", "--out", out], check=False)
     assert done.returncode == 1 and "no space left" in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -113,8 +113,15 @@ def test_scienceqa(tmp_path):
     examples = convert_and_read(tmp_path, "vqa", tmp_path / "s.parquet", "--bad-rows", "skip")
     assert [e.ground_truth for e in examples] == ["A", "C", "B", "C"] and is_right(examples[1], "2 kg")
     assert content(examples[0]) == "<image>Which 0?\nA. West\nB. a magnet\nC. 2 kg"
-    with pytest.raises(UserError, match="answer 1 names 2 of .* 1, 2; give the .* .its text is A, its place is B"):
-        convert_and_read(tmp_path, "vqa", write_table(tmp_path / "s.parquet", scienceqa_rows([1], ["1", "2"])))
+    for answers, choices in (([1], ["1", "2"]), ([1, 2, 1], ["a", "b", "c"])):
+        with pytest.raises(UserError, match="integer answers may mean positions from 0.*no row shows which"):
+            convert_and_read(tmp_path, "vqa", write_table(tmp_path / "s.parquet", scienceqa_rows(answers, choices)))
+    for answers, truths in (([1, 2, 3], "ABC"), ([2, 1, 0], "CBA")):  # from 1, from 0
+        file = write_table(tmp_path / "s.parquet", scienceqa_rows(answers, ["a", "b", "c"]))
+        assert "".join(e.ground_truth for e in convert_and_read(tmp_path, "vqa", file, "--limit", 3)) == truths
+    file = write_table(tmp_path / "s.parquet", scienceqa_rows([1, 0, 3], ["a", "b", "c"]))
+    with pytest.raises(UserError, match="answers so far are positions from 0, but 3 for the choices a, b, c is not"):
+        convert_and_read(tmp_path, "vqa", file, "--bad-rows", "skip")  # a skipped row would hide that all are shifted
     with pytest.raises(UserError, match="answer 3 names 0 of the choices"):
         convert_and_read(tmp_path, "vqa", write_table(tmp_path / "s.parquet", scienceqa_rows([3], ["left", "right"])))
 

@@ -27,7 +27,6 @@ from grpo import Algorithm, PolicyLoss
 from layers.attention import PackedAttention, block_mask, resolve_attention
 from layers.lora import LoraConfig, add_lora, find_lora_layers
 from packing import Packer, make_token_batch
-from parallel.loading import build_meta_model
 from rollout import Prompt, Rollout, response_text
 from sources import hub
 

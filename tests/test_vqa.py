@@ -23,6 +23,7 @@ from PIL import Image
 from errors import UserError
 from prepare_data import DataFormatConfig, main, parse_args, read_examples
 from rewards.grade import check_tasks, grade
+from sources.cells import listed_choices
 from tasks import vqa
 
 HOW_MANY = "How many dogs are there?"
@@ -399,8 +400,8 @@ def test_choices_come_from_a_column_or_from_the_question():
     assert accuracy("B. blue", "B", "Which? A. red B. blue", answer_type="multiple_choice") == 1.0
     assert accuracy("B. blue", "B", "Which? (A) red (B) blue", answer_type="Multiple-Choice") == 1.0
     assert accuracy("option B", "B", f"Which? A. red B. blue {vqa.INSTRUCTION}", answer_type="multiple choice") == 1.0
-    assert vqa.choices_in(f"Which? A. red B. blue {vqa.INSTRUCTION}") == ("red", "blue")
-    assert vqa.choices_in("In U.S. A. red") == () == vqa.choices_in("Who is Mr. B. Blue?")
+    assert listed_choices("Which? A. red B. blue") == ("red", "blue")
+    assert listed_choices("In U.S. A. red") == () == listed_choices("Who is Mr. B. Blue?")
     with pytest.raises(UserError, match="row 'row-7': ground_truth 'c' is none of the choices red, blue"):
         accuracy("c", "C", "A, B or C?", **given)
 
@@ -590,7 +591,7 @@ def test_toy_file(tmp_path):
     assert check_tasks(examples) == {"vqa": 20} and examples[0].uid == "vqa-train-0-0"
     assert all(grade(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in examples)
     assert {e.extra["answer_type"] for e in examples} == set(vqa.TOY_TYPES)
-    assert vqa.choices_in(examples[4].messages[0]["content"])
+    assert listed_choices(examples[4].messages[0]["content"])
 
 
 def test_the_example_in_the_docs(tmp_path):
