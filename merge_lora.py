@@ -106,7 +106,7 @@ def drop_prediction_layers(folder: Path) -> None:
     """Set the number of layers for multi-token prediction to 0 in a folder's config.json, because their tensors in the
     base are neither trained nor written."""
     config = json.loads((folder / "config.json").read_text())
-    for section in (config, config.get("text_config", {})):
+    for section in (config, config.get("text_config") or {}):
         for key in [key for key in section if re.search("mtp_.*layers|nextn_.*layers", key) and section[key]]:
             print(f"config.json has {key} 0 instead of {section[key]}: these layers of the base are not exported")
             section[key] = 0

@@ -10,6 +10,7 @@ Axes: T packed tokens, K trained tokens, H hidden size, V vocabulary, I image to
 import copy
 import json
 import math
+import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -163,7 +164,7 @@ def _config_errors(path: str, problem: str, flag: str = "--model") -> Iterator[N
     remedy = offline_remedy(path)
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:  # the last two: a damaged file
         message = f"{problem} ({remedy or (str(error).strip() or type(error).__name__).splitlines()[0]})"
         if "trust_remote_code" in str(error):
             message = "this model needs custom code (auto_map), which is not supported; use a model without it"
@@ -250,9 +251,10 @@ class Processor:
         given = {key: n for key, n in dict(self.image_processor.size or {}).items() if n is not None}
         known = {} if given.keys() - limits.keys() - {"min_pixels", "max_pixels"} else given
         size = {key: n if n is not None else known.get(key, known.get(older)) for key, (n, older) in limits.items()}
-        need(None not in size.values(), f"{flag} {path!r}: its preprocessor_config.json or processor_config.json has "
-             f"the size {given}; write shortest_edge and longest_edge, the least and the most pixels of an image, or "
-             "pass --min-pixels and --max-pixels")
+        need(all(isinstance(n, int) and n > 0 for n in size.values()),
+             f"{flag} {path!r}: its preprocessor_config.json or processor_config.json has the size {given}; write "
+             "shortest_edge and longest_edge, the least and the most pixels of an image, or pass --min-pixels and "
+             "--max-pixels")
         low, high = size["shortest_edge"], size["longest_edge"]
         notes = [" (the model's default)" if n is None else "" for n in (min_pixels, max_pixels)]
         need(low <= high, f"--min-pixels {low}{notes[0]} is above --max-pixels {high}{notes[1]}; change one of them")
@@ -270,9 +272,9 @@ class Processor:
         self.special_tokens = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         self.opening, ends = self._try_template(f"{flag} {path!r}")
         ends.add(self.tokenizer.eos_token_id)  # a response ends at any of these
-        with suppress(OSError):  # the file is optional
+        with _config_errors(path, "damaged generation_config.json", flag), suppress(OSError):  # the file is optional
             listed = transformers.GenerationConfig.from_pretrained(path, trust_remote_code=False).eos_token_id
-            ends.update(listed if isinstance(listed, list) else [listed])
+            ends |= {*map(operator.index, listed if isinstance(listed, list) else [listed] * (listed is not None))}
         self.eos_ids = sorted(ends - {None})
         banned = [*placeholders, *map(self.tokenizer.convert_tokens_to_ids, VISION_TOKENS)]
         self.banned_ids = sorted({i for i in banned if i is not None})
@@ -282,8 +284,9 @@ class Processor:
         or "" (also if it closes the thought at once); and the special token, if any, that it puts after a response.
         Raise UserError if the template does not write one image for an <image> mark."""
         question, marker = {"role": "user", "content": f"{IMAGE_PLACEHOLDER}question"}, "RESPONSE"
-        with as_user_error((jinja2.TemplateError, TypeError, ValueError), f"{label}: its chat template cannot write a "
-                           "prompt with an image; use the template of its vision-language model"):
+        errors = jinja2.TemplateError, TypeError, ValueError, ArithmeticError
+        with as_user_error(errors, f"{label}: its chat template cannot write a prompt with an image; use the template "
+                           "of its vision-language model"):
             prompt, ids = self.apply_chat_template([question]), self.tokenize_messages([question])
             history = self.apply_chat_template([question, {"role": "assistant", "content": marker}, question])
         count = ids.count(self.image_token_id)
@@ -662,9 +665,13 @@ def load_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...
     transformers.utils.logging.disable_progress_bar()  # a bar per rank and load would hide the run's own output
     register_attention()
     options = {"attn_implementation": "planned", "trust_remote_code": False, "use_safetensors": True}
-    hf, info = AutoModel.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True, **options)
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    hf, info = AutoModel.from_pretrained(path, config=config, dtype=dtype, **options)
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     need(not missing, f"--model {path!r}: {len(missing)} tensors are missing: {missing[:3]}; download it again")
+    other = sorted(name for name, *_ in info["mismatched_keys"])
+    need(not other, f"--model {path!r}: {len(other)} tensors do not have the shapes of its config.json: {other[:3]}; "
+         "download it again")
     if unused:
         print0(f"{path}: ignored {len(unused)} tensors that are not part of the model: {', '.join(unused[:3])}")
     return attach_family(hf, family)

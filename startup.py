@@ -24,7 +24,7 @@ def check_packages():
         if found.partition("+")[0] != pinned:  # +cpu is a build of the same version
             others.append(f"{name} {found} instead of {pinned}")
     if others:
-        print(f"note: untested versions: {', '.join(others)}; if this fails, {REMEDY}", file=sys.stderr)
+        print(f"note: versions that were not tested: {', '.join(others)}; if this fails, {REMEDY}", file=sys.stderr)
 
 
 if sys.version_info < (3, 11):  # noqa: UP036

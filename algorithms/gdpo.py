@@ -39,20 +39,21 @@ def parse_weights(text: str) -> dict[str, float]:
 
 
 def gdpo_advantages(advantages_N: torch.Tensor, batch, algo, info: StepInfo) -> torch.Tensor:
-    """Return GDPO's advantages. A response that lacks a reward gets no part for it; each step reports such rows."""
-    sum_PG, compared_PG, lacking = 0.0, False, {}
+    """Return GDPO's advantages. A response without a named reward is left out of that reward's normalization, and a
+    warning names its row."""
+    sum_PG, compared_PG, without = 0.0, False, {}
     for name, weight in parse_weights(algo.reward_weights).items():
         rewards_PG = to_groups([r.rewards.get(name, torch.nan) for r in batch.rollouts], algo)
         graded_PG = ~rewards_PG.isnan()
         sum_PG = sum_PG + weight * group_advantages(rewards_PG, "grpo", "group", graded_PG=graded_PG)
         compared_PG = compared_PG | graded_PG
-        lacking[name] = [r.prompt.uid for r in batch.rollouts if r.rewards and name not in r.rewards]
+        without[name] = [r.prompt.uid for r in batch.rollouts if r.rewards and name not in r.rewards]
     n, squares = sum_over_ranks([float(compared_PG.sum()), (sum_PG**2).sum().item()], info)  # the mean is 0
-    for name, *parts in zip(lacking, *(item.values() for item in info.gather(lacking)), strict=True):
+    for name, *parts in zip(without, *(item.values() for item in info.gather(without)), strict=True):
         if uids := list(chain.from_iterable(parts)):
-            print0(f"warning: --algo-args reward_weights: {len(uids)} responses of step {info.step + 1} have no reward "
-                   f"{name!r}, the first of row {uids[0]!r}; they are not compared by it. Correct the name, or return "
-                   "this reward for all rows")
+            print0(f"warning: --algo-args reward_weights: in step {info.step + 1}, {len(uids)} responses have no "
+                   f"reward {name!r}, the first one of row {uids[0]!r}; its normalization leaves them out. Correct the "
+                   "name, or return this reward for all rows")
     std = (squares / max(n - 1, 1)) ** 0.5
     return (sum_PG / (std + 1e-6)).flatten()[batch.tokens.rollout]
 
@@ -60,7 +61,7 @@ def gdpo_advantages(advantages_N: torch.Tensor, batch, algo, info: StepInfo) -> 
 def check_weights(algo) -> None:
     parse_weights(algo.reward_weights)
     need(algo.adv == "grpo" and algo.norm_std is None and not algo.kl_in_reward, "--algo-args reward_weights replaces "
-         "the advantages of --adv grpo; use that, without norm_std and kl_in=reward")
+         "the advantages of --adv grpo; use --adv grpo, without norm_std and kl_in=reward")
     need(algo.max_gen_batches == 1 and algo.truncated != "penalise",
          "--algo-args reward_weights: dynamic sampling and length penalties are for the total reward; use "
          "--max-gen-batches 1 and --truncated keep or mask")

@@ -198,8 +198,11 @@ def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
     names = {name for name, _ in found}
     older = {name: next((prefixes[new] + name.removeprefix(new) for new in sorted(prefixes, reverse=True)
                          if name.startswith(new)), name) for name in linear}  # fmt: skip
-    targets, by_older = ({name for name in linear if is_target(rename(name), config)} for rename in (str, older.get))
-    targets = by_older if by_older == names else targets  # the options name layers as the model does, or as the file
+    with as_user_error(re.error, f"{folder}: adapter_config.json has an invalid pattern"):
+        targets, older_targets = ({name for name in linear if is_target(rename(name), config)}
+                                  for rename in (str, older.get))
+    # the options name layers as the model does, or as the file
+    targets = older_targets if older_targets == names else targets
     for problem, layers in {"has no tensors for": targets - names, "has tensors for": names - targets}.items():
         need(not layers, f"{folder}: the adapter {problem} {len(layers)} layers, such as {min(layers, default='')}, "
              f"unlike its target_modules in adapter_config.json; save it again, or correct them")

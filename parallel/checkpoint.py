@@ -292,8 +292,8 @@ def check_disk_space(out: Path, keep: int, models: CheckpointModels) -> None:
     """Raise UserError if the disk cannot hold one more checkpoint; print a warning if it cannot hold `keep` and the one
     being written. Called before the first step, so that a run does not fail only at its first checkpoint."""
     needed, free = _disk_space(out, _state_dict(models))
-    need(needed <= free, f"--out {out}: disk full: a checkpoint needs {needed / 1e9:.3g} GB, {free / 1e9:.3g} are "
-         "free; free some")
+    need(needed <= free, f"--out {out}: disk full: a checkpoint needs {needed / 1e9:.3g} GB, but only "
+         f"{free / 1e9:.3g} GB are free; free disk space, or use another folder")
     missing = needed * max(1, keep + 1 - len(list_checkpoints(out)))
     if free < missing:
         print0(f"--out {out}: {free / 2**30:.3g} GiB are free, but --keep {keep} needs {missing / 2**30:.3g} GiB more")

@@ -165,8 +165,8 @@ def find_resume_checkpoint(out: Path, resume: str, settings: Mapping[str, Any], 
          f"{', '.join(parts) or 'the policy alone'}; keep --adv, --lora-rank, --train-vision and the --algo-args "
          "critic and ref_every")
     old = state.get("data", data)
-    need(old == data, f"--resume {start}: --data had {old}, and now has {data}, so the run would repeat rows and leave "
-         "out others; restore the data, or start a new run from an export of merge_lora.py")
+    need(old == data, f"--resume {start}: --data had {old}, but now has {data}, so the run would repeat some rows and "
+         "skip others; restore the data, or start a new run from an export of merge_lora.py")
     checkpoint.check_base(start, settings["model"])
     need(newest is None or newest.resolve() == start.resolve(),
          f"--resume {resume} is not the newest checkpoint in --out {out}, and a run directory holds one history; "

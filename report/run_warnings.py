@@ -78,8 +78,8 @@ class RunWarnings:
             )
         if row.get("step") == 1 and row.get("response/truncated") == 1:
             warnings["endless"] = (
-                "no response of step 1 ended by itself; raise --max-new-tokens, or check that the model knows its end "
-                "token: generation_config.json and the tokenizer name those that end a response"
+                "in step 1 every response was cut off at --max-new-tokens; raise it, or check the model's end tokens, "
+                "which its generation_config.json and its tokenizer name"
             )
         entropy, accuracy, length, truncated, kl = map(self._medians, WATCHED)
         if entropy.last < ENTROPY_LEFT * entropy.first and not accuracy.last >= SOLVED_ACCURACY:

@@ -174,6 +174,6 @@ def check_letter(example: Any) -> None:
     offered = {*ascii_uppercase[: max(n_offered, len(listed_choices(question)))]}
     named = (match[0] for match in OR_LIST.finditer(question) if re.search(r"\bor\b|/", match[0]))
     need(letters <= offered or any(letters <= {*text} for text in named),
-         f"the truth is the letter {match[1]}, but the prompt does not offer it; list the choices in the prompt, as "
-         "prepare_data.py vqa does for the columns choices, options, or A, B, C, ...; write the answer's text as the "
-         "truth; or, if the letter is in the image, ask `Which letter ...?`")
+         f"the truth {example.ground_truth[:80]!r} names the letter {match[1]}, but the prompt does not offer it; "
+         "list the choices in it, as prepare_data.py vqa does for the columns choices, options, or A, B, C, ...; write "
+         "the answer's text as the truth; or, if the letter is in the image, ask `Which letter ...?`")

@@ -28,6 +28,7 @@ def offline_remedy(hub_id: str) -> str:
         os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that this one starts
         constants.HF_HUB_OFFLINE = True  # the variable is read only when huggingface_hub is imported
     return constants.HF_HUB_OFFLINE * (
-        f"not in the hub's cache, and {constants.ENDPOINT} cannot be reached or HF_HUB_OFFLINE is set; run `hf "
-        f"download {hub_id} --local-dir FOLDER` on a machine that can and give FOLDER, or set HF_ENDPOINT to a mirror"
+        f"not in the hub's cache, and {constants.ENDPOINT} cannot be reached or HF_HUB_OFFLINE is set; on a machine "
+        f"with a connection run `hf download {hub_id} --local-dir FOLDER`, copy FOLDER here and give its path, or set "
+        "HF_ENDPOINT to a mirror"
     )

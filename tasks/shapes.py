@@ -33,7 +33,7 @@ SHAPES = ("circle", "square", "triangle", "star")
 ANGLES = (30, 60, 90, 120, 150)
 ANSWER_TYPES = ("count", "colour", "shape", "exists", "angle")
 INSTRUCTION = r"Answer in \boxed{}."  # it precedes the question so that all questions about an image share it
-MAX_IN_VAIN = 10_000  # drawings that are examined in vain before a task is refused, so that none loops for ever
+MAX_DRAWS = 10_000  # drawings without a usable one, after which a task is refused instead of looping for ever
 SPLIT_SEEDS = {"warm": 1, "train": 2, "test": 3}  # the splits draw from different random streams
 
 # --- reward -------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def make_exists_question(rng: random.Random, question: str, truth: str, options:
 def in_one_split(name: str) -> Callable[[Callable[[random.Random], Scene]], Scenes]:
     """Return a decorator that turns a function that draws one scene into a task's `scenes(split, seed)`.
 
-    The scenes are endless, and no image is in two splits. UserError is raised if MAX_IN_VAIN drawings in a row are in
+    The scenes are endless, and no image is in two splits. UserError is raised if MAX_DRAWS drawings in a row are in
     the other splits.
     """
 
@@ -158,10 +158,10 @@ def in_one_split(name: str) -> Callable[[Callable[[random.Random], Scene]], Scen
         def scenes(split: str, seed: int) -> Iterator[Scene]:
             rng = make_split_rng(name, split, seed)
             while True:
-                drawn = (draw(rng) for _ in range(MAX_IN_VAIN))
+                drawn = (draw(rng) for _ in range(MAX_DRAWS))
                 scene = next((scene for scene in drawn if belongs_to_split(content_bytes(scene[0][0]), split)), None)
-                need(scene, f"--split {split}: it has none of {MAX_IN_VAIN:,} drawings of {name!r}, because a hash of "
-                     "an image's bytes decides its split; draw more different images")
+                need(scene, f"--split {split}: none of {MAX_DRAWS:,} drawings of {name!r} belongs to it; a hash of an "
+                     "image's bytes decides its split, so draw more different images")
                 yield scene
 
         return scenes
@@ -212,14 +212,14 @@ def alternate_types(
     """Yield n times (images and videos, answer type, prompt, truth): one question per scene, no scene twice, the types
     in turn.
 
-    Raise UserError if the scenes run out: they end, or MAX_IN_VAIN of them, plus ten times as many as were different so
+    Raise UserError if the scenes run out: they end, or MAX_DRAWS of them, plus ten times as many as were different so
     far, have no new one with a question of the type that is due.
     """
     waiting: dict[str, list] = {kind: [] for kind in kinds}
     seen = set()
     for index in range(n):
         kind = kinds[index % len(kinds)]
-        drawn = islice(source, MAX_IN_VAIN + 10 * len(seen))
+        drawn = islice(source, MAX_DRAWS + 10 * len(seen))
         while not waiting[kind]:
             images, questions = next(drawn, ((), ()))
             need(images, f"--n {n}: the task {task!r} has enough images for only {index} rows of this split: after "

@@ -66,7 +66,7 @@ def test_a_toy_that_runs_out_of_images_says_how_many_rows_it_has(name):
 def test_a_split_without_images_is_an_error():
     scenes = shapes.in_one_split("mine/")(lambda rng: (one_colour(7), ask("a")))
     assert next(scenes("train", 0)) and next(scenes("warm", 0))
-    with pytest.raises(UserError, match="--split test: it has none of 10,000 drawings of 'mine/'"):
+    with pytest.raises(UserError, match="--split test: none of 10,000 drawings of 'mine/' belongs to it"):
         next(scenes("test", 0))
 
 

@@ -148,8 +148,8 @@ REQUIRED = {r.name: str(r.specifier).removeprefix("==") for r in read_requiremen
 @pytest.mark.parametrize("versions,message", [
     ({}, "error: torch is not installed for "),
     ({k: v for k, v in REQUIRED.items() if k != "tqdm"}, "error: tqdm is not installed for "),
-    (REQUIRED | {"torch": "1.0", "numpy": "2.4"}, f"note: untested versions: torch 1.0 instead of {REQUIRED['torch']}, "
-     f"numpy 2.4 instead of {REQUIRED['numpy']}; if this fails, activate"),
+    (REQUIRED | {"torch": "1.0", "numpy": "2.4"}, "note: versions that were not tested: torch 1.0 instead of "
+     f"{REQUIRED['torch']}, numpy 2.4 instead of {REQUIRED['numpy']}; if this fails, activate"),
     (REQUIRED | {"torch": REQUIRED["torch"] + "+cpu"}, ""),
 ])  # fmt: skip
 @pytest.mark.parametrize("script", ["train.py", "eval.py", "prepare_data.py", "merge_lora.py", "demo.py"])

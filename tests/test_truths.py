@@ -75,12 +75,21 @@ def test_wrapped_truths_are_unwrapped_for_every_task(task, tmp_path):
 
 NOT_WRAPPED = ["3", " 3 ", "<answer>3</answer> or <answer>4</answer>", "\\boxed{3}, \\boxed{4}", "\\boxed{}", "$5",
                "$ $", "$5 and $6", "<answer> </answer>", "<think>3</think>", "<think>3", "\\boxed{3", "[2, 3)",
-               '{"a": "$3$"}', "\\(3\\) or \\(4\\)", "a \\boxed{3}", "<answer>3<answer>"]  # fmt: skip
+               '{"a": "$3$"}', "\\(3\\) or \\(4\\)", "a \\boxed{3}", "<answer>3<answer>",
+               "I do not think the answer is 5", "wrong answer: try again"]  # fmt: skip
 
 
 @pytest.mark.parametrize("truth", NOT_WRAPPED)
 def test_a_truth_that_is_not_wrapped_as_a_whole_is_unchanged(truth):
     assert unwrap_truth(truth) == truth
+
+
+@pytest.mark.parametrize("wrapped, truth", [
+    ("Option C", "C"), ("The correct choice is (C).", "(C)"), ("Ans: B", "B"), ("Answer：B", "B"), ("答案：B", "B"),
+    ("Final Answer\n5", "5"), ("The answer would be 5", "5"), ("2 + 3 = 5\n#### $5", "$5"),
+])  # fmt: skip
+def test_labels_before_a_truth_are_removed(wrapped, truth):
+    assert unwrap_truth(wrapped) == truth
 
 
 def test_converters_of_tasks_unwrap_truths_too(tmp_path):
@@ -110,8 +119,11 @@ def test_converters_of_tasks_unwrap_truths_too(tmp_path):
 BAD = {  # task -> {ground truth that no answer can equal: part of the error}
     "geo3k": {"<answer> 3 <answer>": "", "The value is <b>3</b>": "neither mathematics nor plain words",
               "\\boxed{3}, \\boxed{4}": "", "see \\ref{fig:a} below": "", "\\frac{3": "braces do not match",
-              "n/a": "holds no answer", "x" * 1500: "too long"},
-    "vqa": {"\\boxed{3}, \\boxed{4}": "", "\\boxed{red": "", "...": "", "word " * 300: "", '["\\\\boxed{}", "."]': ""},
+              "n/a": "holds no answer", "x" * 1500: "too long", "about 5": "a sentence", "Hence 5": "a sentence",
+              "I do not think the answer is 5": "", "A, C": "letter A, C"},
+    "vqa": {"There are two dogs.": "a sentence", "It is 5.": "a sentence", "x = 5": "a sentence",
+            "Answer: B\nExplanation: two": "a sentence", "B. dog": "letter B", '["B"]': "letter B",
+            "\\boxed{3}, \\boxed{4}": "", "\\boxed{red": "", "...": "", "word " * 300: "", '["\\\\boxed{}", "."]': ""},
     "look_closer": {"...": ""},
     "digits": {"\\boxed{}": ""},
     "shapes": {"°": "", "\\boxed{}": ""},
@@ -201,3 +213,9 @@ def test_each_tasks_own_instruction_avoids_the_warning(tmp_path, capsys, loaded)
     for task in ("geo3k", "vqa", "digits", "shapes", "nlvr2", "geospot", "caption"):
         main(parse_args([task, "--toy", "--n", "6", "--out", str(tmp_path / "toy.parquet")]))
         assert not list(Grader().format_warnings(read_examples(tmp_path / "toy.parquet", DataFormatConfig())[0])), task
+
+
+@pytest.mark.parametrize("truth", ["10, 20, 30, 40", "[10 20 30 25]", "[10, 20, 10, 40]", "(1, 2, 3, 4)", "[0.5, 0.25]"])
+def test_boxes_and_points_are_no_answers_of_several_people(truth):
+    with pytest.raises(UserError, match="is a box or a point, which this task does not grade"):
+        vqa.answerable(truth, dict)
