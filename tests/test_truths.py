@@ -215,7 +215,10 @@ def test_each_tasks_own_instruction_avoids_the_warning(tmp_path, capsys, loaded)
         assert not list(Grader().format_warnings(read_examples(tmp_path / "toy.parquet", DataFormatConfig())[0])), task
 
 
-@pytest.mark.parametrize("truth", ["10, 20, 30, 40", "[10 20 30 25]", "[10, 20, 10, 40]", "(1, 2, 3, 4)", "[0.5, 0.25]"])
+BOXES = ["10, 20, 30, 40", "[10 20 30 25]", "[10, 20, 10, 40]", "(1, 2, 3, 4)", "[0.5, 0.25]"]
+
+
+@pytest.mark.parametrize("truth", BOXES)
 def test_boxes_and_points_are_no_answers_of_several_people(truth):
     with pytest.raises(UserError, match="is a box or a point, which this task does not grade"):
         vqa.answerable(truth, dict)
