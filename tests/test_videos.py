@@ -100,6 +100,7 @@ def test_marks_of_videos_are_checked_like_those_of_images(prompt, wanted):
     prompt = prompt if isinstance(prompt, str) else user(*prompt)
     e = example_of(verl_row(0, prompt=prompt, images=[BLUE], video=CELL))
     assert e.messages[0]["content"] == wanted and shown(e) == [(FRAMES, 2.5)] and e.images == [BLUE]
+    assert shown(example_of(row([{"type": "video", "video": FRAMES, "fps": 2.5}], []))) == [(FRAMES, 2.5)]
 
 
 @pytest.mark.parametrize(
