@@ -39,7 +39,7 @@ $(VENV)/.run: requirements.txt
 	$(INSTALL) -r requirements.txt
 	touch $@
 
-$(VENV)/.dev: requirements-dev.txt requirements-video.txt $(VENV)/.run
+$(VENV)/.dev: requirements-dev.txt $(VENV)/.run
 	@echo "installing what tests and benchmarks need into $(VENV)"
 	$(INSTALL) -c requirements.txt -r requirements-dev.txt
 	touch $@
@@ -87,7 +87,7 @@ test-sglang: $(VENV_SGLANG)/.dev
 	PYTHONPATH=$(CURDIR)/tests/sglang_env $(VENV_SGLANG)/bin/python -m pytest -m sglang tests/test_sglang.py
 
 # === takes PyPI's own file, the build for CUDA; with == pip may choose torch+cpu
-$(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt requirements-video.txt
+$(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt
 	@echo "installing torch for CUDA and more into $(VENV_CUDA): 6 GB"
 	$(PYTHON) -m venv $(VENV_CUDA)
 	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check $$(sed -n 's/^torch==/torch===/p' requirements.txt)

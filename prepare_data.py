@@ -10,8 +10,7 @@ on-disk format.
 Columns: data_source string, prompt list<struct<role, content>>, images list<struct<bytes, path>>,
 videos list<struct<frames list<binary>, fps>>, reward_model struct<style, ground_truth>, extra_info
 struct<split, index, uid, ...>. Each literal <image> and <video> in a prompt stands for one image or
-video, in order. Image files are stored unchanged, byte for byte; of a video file, only the chosen
-frames are stored.
+video, in order. Images and the frames of videos are stored unchanged, byte for byte.
 """
 
 import startup  # noqa: F401
@@ -49,7 +48,7 @@ from sources.content import IMAGE_PLACEHOLDER, TRUTH, drop_none, split_column_na
 from sources.images import FORMATS, IMAGE_ERRORS, decode_image  # noqa: F401, for readers
 from sources.lazy_images import ONE_COLOUR, RowLocation, load_images, print_once, row_locations, sizes_of
 from sources.tables import File, Record, expand_data_paths, open_parquet, summarise_bad_rows
-from sources.videos import Video, VideoConfig, load_videos
+from sources.videos import Video, load_videos
 
 ROLES = ("system", "user", "assistant", "tool")
 PROMPT_SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^<>|]+\|>")  # tokenizers such as Qwen's read this as one special token
@@ -166,7 +165,7 @@ class DataConfig(DataFormatConfig):
 
 
 @dataclass(frozen=True)
-class ConvertConfig(DataFormatConfig, VideoConfig):
+class ConvertConfig(DataFormatConfig):
     """Output file"""
 
     out: str = flag_field(REQUIRED, "parquet file to write", metavar="FILE")
@@ -177,8 +176,8 @@ class ConvertConfig(DataFormatConfig, VideoConfig):
     system: str = flag_field("", "system message put before each prompt")
     prompt_template: str = flag_field("", "prompt, with columns in braces: '<image>{question}\\nChoices: {choices}'",
                                       metavar="TEXT")
-    url_timeout: float = flag_field(20.0, "seconds per try to fetch an image or a video", above=0)
-    url_max_mb: float = flag_field(32.0, "max size of an image or a video from a URL, in MiB", above=0)
+    url_timeout: float = flag_field(20.0, "seconds per try to fetch an image", above=0)
+    url_max_mb: float = flag_field(32.0, "max size of an image from a URL, in MiB", above=0)
     url_tries: int = flag_field(3, "tries per URL", least=1)
     url_private: bool = flag_field(False, "also fetch from private, loopback and link-local addresses")
 

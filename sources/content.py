@@ -140,7 +140,7 @@ def insert_placeholders(prompt: object, images: list, videos: Collection = ()) -
 
 
 def frame_cells(cell: object) -> list | None:
-    """Return the image cells of the frames that a video cell lists, or None if it names a file to decode."""
+    """Return the image cells of the frames that a video cell lists, or None if it lists none."""
     frames = isinstance(cell, dict) and (cell.get("frames") or cell.get("video"))
     return frames if isinstance(frames, list) else None
 

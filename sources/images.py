@@ -151,7 +151,7 @@ def check_decodes(data: bytes) -> tuple[tuple[int, int], bool]:
         image = decode_image(data)
         return image.size, is_one_colour(image)
     except Image.UnidentifiedImageError as e:  # its own text only shows the address of a BytesIO
-        raise UserError(f"({len(data)} bytes) cannot be decoded: not one of {', '.join(FORMATS)} (videos belong in the "
-                        "column videos)") from e
+        raise UserError(f"({len(data)} bytes) cannot be decoded: not one of {', '.join(FORMATS)} (for video files "
+                        "see docs/data.md#videos)") from e
     except IMAGE_ERRORS as e:
         raise UserError(f"({len(data)} bytes) cannot be decoded: {e}") from e

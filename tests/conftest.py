@@ -48,7 +48,7 @@ DELETABLE = {
     "sampling ahead": ["engines/ahead.py"],
     "replayed experts": ["layers/experts.py"],
     "plan": ["parallel/plan.py"],
-    "sources": [f"sources/{name}.py" for name in ("fetch", "remote", "text", "inspect_rows", "decode_videos")],
+    "sources": [f"sources/{name}.py" for name in ("fetch", "remote", "text", "inspect_rows")],
 }
 DELETED = [name for names in DELETABLE.values() for name in names if not (ROOT / name).exists()]
 FOLDERS = "algorithms|engines|envs|layers|parallel|report|rewards|sources|tasks"
