@@ -23,9 +23,9 @@ LETTERED = re.compile(LETTERED, re.DOTALL | re.IGNORECASE)
 # the letter before an option of a question: "A. ", "(A)", "**A:** ", "A、"
 OPTION = re.compile(r"(?:^|(?<=[\s(（\[<*?？。:：]))([A-Za-z])(?:[.):\]>*]+\s|(?<=\(.)\)|[、．：）])")
 OR_LIST = re.compile(r"\b[A-H](?:[\s,/()]+(?:or\s+)?\(?[A-H]\b)+")  # "A, B or C", "A/B"
-LETTER_TRUTH = re.compile(  # "B", "(B)", "Option B", "A, C", "B. dog"
-    r"[\s()\[\]\"*.:$]*(?:(?i:option|choice)\W+)?([A-Ha-h](?:(?:[\s,;&]|and)+[A-H])*)(?:[\s()\[\]\"*.:$]*|(?:[.):]+\s+|[):])\S.*)",
-    re.DOTALL)
+# "B", "(B)", "Option B", "A, C", "B. dog"
+LETTER_TRUTH = r"[\s()\[\]\"*.:$]*(?:(?i:option|choice)\W+)?([A-Ha-h](?:(?:[\s,;&]|and)+[A-H])*)"
+LETTER_TRUTH = re.compile(LETTER_TRUTH + r"(?:[\s()\[\]\"*.:$]*|(?:[.):]+\s+|[):])\S.*)", re.DOTALL)
 # questions about a letter in the image; `Answer with the option's letter.` and `the letter of a choice` are none
 ASKS_LETTER = r"\b(?:what|which|whose)\b(?: (?:grade|note|point|vertex|line|key|row|section)s?|[^.?!\n]*"
 ASKS_LETTER += r"(?<!option's )(?<!option )(?<!choice )\b(?:letter|initial|vitamin|blood type|written|printed)s?)"

@@ -196,7 +196,7 @@ DENIED = re.compile(r"(?:\bnot|(?<=is)n't) (true|correct|false|incorrect)\b")
 IT_IS = re.compile(r"(?:it|they|that|there|these|those|he|she)'(?:s|re) (.+)")
 SUBJECT = r"((?:the|an?|it|they|this|that|these|those|there|he|she)\b.*)"
 SUBJECT = re.compile(SUBJECT + r" (?:is|are|was|were|says?|reads?):? (.+)")
-SENTENCE = re.compile(rf"(?:{SUBJECT.pattern}|[a-z] ?= ?(.+))")  # `x = 5` too
+STATEMENT = re.compile(rf"(?:{SUBJECT.pattern}|[a-z] ?= ?(.+))")  # `x = 5` too
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|%")
 CHOICE_PATTERN = r"\b(under|above|behind|inside|outside|in|on) or ([a-z]+)|"  # an answer is one of `left or right`
 CHOICE_PATTERN = re.compile(CHOICE_PATTERN + r"([a-z]+),? or (?:(?:an?|the|in|on|at|to) )*([a-z]+)")
@@ -764,7 +764,7 @@ def answerable(truth: str, grade: Callable[[str], dict[str, float]]) -> bool:
     if isinstance(parse_cell(truth), dict) or {"nan", "null"}.issuperset(references(truth)):
         count("bad_truth")
         return False
-    sentences = [match for text in references(truth) if (match := IT_IS.fullmatch(text) or SENTENCE.fullmatch(text))]
+    sentences = [match for text in references(truth) if (match := IT_IS.fullmatch(text) or STATEMENT.fullmatch(text))]
     is_choice = sentences and any(grade(letter)["accuracy"] for letter in CHOICE_LETTERS)
     alone = (match[match.lastindex] for match in sentences if not is_choice)
     if "\n" in truth.strip() or not all(grade(answer)["accuracy"] for answer in alone):
