@@ -7,6 +7,7 @@ explains each figure, its assumptions, and how far predictions were from measure
 """
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from errors import as_user_error, need
+from errors import UserError, as_user_error, need
 from kernels import GPU_BLOCK_ROWS
 from layers.attention import PackedAttention
 from layers.lora import add_lora
@@ -47,7 +48,7 @@ ASSUMED_PROMPT = 512, (4 * 17**2,)  # for --data -; the image has 17 x 17 tokens
 TOO_FEW = {"data": "-", "out": "-", "steps": 1}  # flags that a run needs and a plan does not
 LORA = {"lora_rank": 64, "train_vision": "none"}
 LORA_FLAGS = "--lora-rank 64 --lr 3e-5 --train-vision none "
-NO_FIX = "No flag is enough; use more or larger GPUs, or a smaller model"
+NO_FIX = "No flag is enough; use more or larger GPUs, a smaller model, or servers (--servers)"
 AT_REST = ("weights", "optimizer", "reference_teacher", "vision_cache", "cuda")  # on the GPU while vLLM is awake
 CONFIGS = Path(__file__).with_name("configs")  # the config.json of some models, so that a plan needs no network
 MAX_MICRO_TOKENS = 2**17  # the search for the largest --micro-tokens ends here
@@ -341,36 +342,38 @@ def make_plan(cfg: Any, plan: PlanConfig, gpus: int, examples: Examples) -> dict
     tokens = min(max(largest, longest), cfg.optim.micro_tokens)
     needed = engine["weights"] + ASLEEP_GIB + longest * engine["per_token"]
     lora = {} if cfg.model.lora_rank else LORA
+    # what makes it smaller: flags -> (settings, how much one minds)
     changes = {
-        "--gradient-checkpointing (a third more compute": {"gradient_checkpointing": True},
-        f"--micro-tokens {tokens} (smaller micro-batches": {"micro_tokens": tokens},
-        f"{LORA_FLAGS * bool(lora)}--master-dtype bf16 (trains adapters only": lora | {"master_dtype": "bf16"},
-        "--vision-cache-gb 0 (computes image features again": {"vision_cache_gb": 0.0},
-        "--offload all (slow transfers, not counted": {"offload": "all"},
+        "--gradient-checkpointing (a third more compute)": ({"gradient_checkpointing": True}, 1),
+        f"--micro-tokens {tokens} (smaller micro-batches)": ({"micro_tokens": tokens}, 1),
+        "--vision-cache-gb 0 (computes image features again)": ({"vision_cache_gb": 0.0}, 1),
+        f"{LORA_FLAGS * bool(lora)}--master-dtype bf16 (trains adapters only)": (lora | {"master_dtype": "bf16"}, 4),
+        "--offload all (slow transfers, not counted)": ({"offload": "all"}, 8),
     }
-    changes = {text: values for text, values in changes.items() if flags | values != flags}  # those not on yet
-    changes["), ".join(changes)] = dict(ChainMap(*changes.values()))  # all together: a remedy if no single one is
-    fixes = [f"{text}; the update then needs {after['total']:.1f})"
-             for text, values in changes.items() if (after := memory(**values))["total"] <= gpu.gib
-             and (kind == "hf" or vllm_share(after) * gpu.gib >= needed)]  # fmt: skip
-    remedy = "Any one of: " + ", ".join(fixes[:-1]) if fixes[1:] else "All of: " + fixes[0] if fixes else NO_FIX
-    if gpu.name in WITHOUT_BF16:
-        problems.append(f"{gpu.name} has no bf16, in which GPUs train and sample; use an NVIDIA Ampere GPU or newer")
+    changes = {text: change for text, change in changes.items() if flags | change[0] != flags}  # those not on yet
+    sets = (chosen for n in range(len(changes) + 1) for chosen in itertools.combinations(changes, n))
+    remedy = NO_FIX
+    for chosen in sorted(sets, key=lambda chosen: sum(changes[text][1] for text in chosen)):
+        after = memory(**dict(ChainMap(*(changes[text][0] for text in chosen))))
+        if after["total"] <= gpu.gib and (kind == "hf" or vllm_share(after) * gpu.gib >= needed):
+            share, limit = vllm_share(after), engine["limit"]
+            fitting = kind == "hf" or needed <= limit <= gpu.gib - (kind != "server") * sum(map(after.get, AT_REST))
+            texts = [*chosen, *[f"--vllm gpu_memory_utilization={share}"] * (not fitting)]
+            remedy = f"Add {' '.join(texts)}; the update then needs {after['total']:.1f} GiB"
+            break
     if gib["total"] > gpu.gib:
-        problems.append(f"the update needs {gib['total']:.1f} GiB, the GPU has {gpu.gib}. {remedy}")
+        problems.append(f"the update needs {gib['total']:.1f} GiB, the GPU has {gpu.gib}")
     rollout, with_vllm = {name: gib[name] * (kind != "server") for name in AT_REST}, kind != "hf"
     free = gpu.gib - sum(rollout.values())
     rollout |= {"engine": gib["engine"] or ASLEEP_GIB, "engine_weights": engine["weights"] * with_vllm,
                 "kv_cache": engine["kv_cache"] * with_vllm}
     if with_vllm and not needed <= engine["limit"] <= free:
-        share = vllm_share(gib)
-        if share * gpu.gib >= needed:
-            remedy = f"use --vllm gpu_memory_utilization={share}"
-        else:
-            remedy = f"no gpu_memory_utilization fits; use tensor_parallel_size or servers. {remedy}"
         problems.append(
             f"vLLM gets {engine['limit']:.1f} GiB. It needs {needed:.1f} (weights {engine['weights']:.1f}, buffers "
-            f"{ASLEEP_GIB:g}, a KV cache for {longest:,} tokens), and the trainer leaves {free:.1f}; {remedy}")
+            f"{ASLEEP_GIB:g}, a KV cache for {longest:,} tokens), and the trainer leaves {free:.1f}")
+    if gpu.name in WITHOUT_BF16:
+        problems = [f"{gpu.name} has no bf16, in which GPUs train and sample"]
+        remedy = "Use an NVIDIA Ampere GPU or newer"
     rate = 1e12 * gpu.tflops * plan.training_efficiency
     seconds = {name: n / rate / gpus for name, n in flops.items() if name != "model"}
     seconds |= {"prefill": flops["prefill"] / rate / engine["gpus"], "decode": engine["seconds"]}
@@ -390,7 +393,7 @@ def make_plan(cfg: Any, plan: PlanConfig, gpus: int, examples: Examples) -> dict
         "tokens_per_second_per_gpu": responses * (prompt + response) / step / all_gpus,
         "mfu": plan.training_efficiency * flops["model"] / flops["update"],
         "hours": hours, "usd": hours * all_gpus * plan.gpu_hour_usd,
-        "problems": problems,
+        "problems": problems, "fix": remedy if problems else "",
     }  # fmt: skip
 
 
@@ -399,7 +402,10 @@ def read_prompts(cfg: Any) -> Examples:
     for `-`."""
     if cfg.data.data == "-":
         return [ASSUMED_PROMPT]
-    processor = Processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
+    try:
+        processor = Processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
+    except UserError as error:
+        raise UserError(f"{error}; or leave out --data, to plan for prompts of 512 tokens") from error
     with redirect_stdout(sys.stderr):
         examples = load_examples(cfg.data.data, cfg.data, [processor], limit=MAX_EXAMPLES)
     cfg.rollout.check_data(examples, cfg.data.data, cfg.optim.micro_tokens)
@@ -425,7 +431,7 @@ def print_plan(argv: list[str], parse_args: Callable, check_config: Callable) ->
         largest=f"{largest or 'none':{',' * (largest > 0)}}{' or more' * (largest == MAX_MICRO_TOKENS)}",
         assumed="Responses have half of --max-new-tokens on average (--response-tokens).\n" * (not plan.response_tokens)
         + "Prompts have 512 tokens with an image of 17 x 17 tokens (--data).\n" * (cfg.data.data == "-"),
-        fits="\n".join(f"PROBLEM: {text}" for text in p["problems"])
+        fits="\n".join([*(f"PROBLEM: {text}" for text in p["problems"]), *[f"FIX: {p['fix']}"] * bool(p["fix"])])
         or "GPU memory: fits, as computed. CPU memory: not checked."))
     if p["problems"]:
         sys.exit(1)

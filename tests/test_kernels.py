@@ -433,7 +433,7 @@ def test_an_edited_policy_loss_trains_as_edited(name, kernel, monkeypatch):
         results.append((total.detach(), x.grad, w.grad))
     for before, after in zip(*results, strict=True):
         assert before.abs().max() > 0
-        torch.testing.assert_close(after, 10.0 * before, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(after, 10.0 * before, rtol=1e-4, atol=1e-5)  # of gradients up to 10
 
 
 class Squared:

@@ -656,7 +656,7 @@ class GroupMember(ServerClient):
         if self.behaviour == "refuses":
             raise ServerUnavailable("no")
         if self.behaviour == "hangs":
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(60.0)
         for _ in range(60):
             if self.all_receive():
                 return
@@ -689,7 +689,7 @@ def test_a_failed_broadcast_is_blamed_on_the_member_that_caused_it(behaviours, u
             raise RuntimeError("timed out waiting for send")
 
     monkeypatch.setattr(engines.sync, "broadcast_tensors", broadcast_tensors)
-    monkeypatch.setattr(GroupSender, "wait_seconds", 0.3)
+    monkeypatch.setattr(GroupSender, "wait_seconds", 3.0)
     sender = GroupSender("gloo", calls, 2.0, None, clients=servers)
     assert sender.sync_weights(weights(1.0), False, "run-2") == blamed
     calls.loop.call_soon_threadsafe(calls.loop.stop)
