@@ -120,10 +120,12 @@ def demo_env_config(task: str) -> EnvConfig:
 
 def scenes_to_examples(task: str, scenes: Iterable[DemoScene]) -> Iterator[Example]:
     """Yield an example for each question of each scene. Examples of the same scene share its images and its uid."""
+    from tasks.shapes import check_question
+
     for media, questions in scenes:
         uid = hashlib.sha1(b"".join(map(content_bytes, media))).hexdigest()
         images, videos = split_media(media)
-        for answer_type, prompt, reply, truth in questions:
+        for answer_type, prompt, reply, truth in (check_question(question, task) for question in questions):
             extra = {"answer_type": answer_type, "reply": reply}
             yield Example(uid, task, [{"role": "user", "content": prompt}], images, truth, extra, videos)
 

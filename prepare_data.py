@@ -632,6 +632,7 @@ def check_output_file(source: str, cfg: ConvertConfig) -> None:
 
 def make_file(source: str, cfg: ConvertConfig) -> None:
     """Convert the rows of a source to the parquet file --out."""
+    need(not (getattr(cfg, "toy", False) and cfg.input), "--toy makes rows and would ignore --input; leave one out")
     check_output_file(source, cfg)
     template_columns(cfg.prompt_template)
     bad: list[str] = []

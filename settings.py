@@ -178,6 +178,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, description: str | None = None, essential: str = "", **kwargs: Any):
         super().__init__(description=description, allow_abbrev=False, add_help=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self._negative_number_matcher = re.compile(r"-\d*\.?\d+(e[+-]?\d+)?$", re.IGNORECASE)  # argparse's lacks -1e-5
         self.keys: dict[str, tuple] = {}  # of --algo-args: name -> (Field, type)
         self.essential = essential.split()
         self.per_step: int | str = "--prompts-per-step"  # the default of that flag

@@ -77,7 +77,7 @@ def read_choices(record: Mapping) -> Choices:
     if isinstance(value, Mapping):
         pairs = [(str(label).strip(), text) for label, text in value.items()]
     else:
-        need(isinstance(value, list), f"choices are a {type(value).__name__}, expected a list or an object by letter")
+        need(isinstance(value, list), f"choices are {value!r:.80}, expected a list of texts or an object by letter")
         pairs = [split_choice(item, value) for item in value]
     if any(label for label, _ in pairs):
         pairs = [(label.upper() if re.fullmatch("[A-Za-z]", label) else label, text)

@@ -206,6 +206,13 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
         )
 
 
+def check_question(question: tuple, task: str) -> tuple[str, str, str, str]:
+    """Return a question of a scene; raise UserError if it is no tuple of four texts."""
+    need(len(question) == 4, f"scenes of the task {task!r}: a question has {len(question)} values, expected 4: (answer "
+         "type, prompt, a response that earns the full reward, truth)")
+    return question
+
+
 def alternate_types(
     n: int, source: Iterator[Scene], kinds: Sequence[str], task: str = ""
 ) -> Iterator[tuple[list[bytes | Video], str, str, str]]:
@@ -227,7 +234,7 @@ def alternate_types(
                  f"{index} (in a demo, lower `rows` of DEMO), or draw more images, with mixed types")
             if tuple(images) not in seen:
                 seen.add(tuple(images))
-                answer_type, prompt, _, truth = questions[len(seen) % len(questions)]
+                answer_type, prompt, _, truth = check_question(questions[len(seen) % len(questions)], task)
                 waiting[answer_type].append((images, prompt, truth))
         images, prompt, truth = waiting[kind].pop(0)
         yield images, kind, prompt, truth

@@ -911,15 +911,19 @@ def rows(cfg: ToyConfig) -> Iterator[RawRow]:
         choices: Choices = []
         with suppress(UserError):  # convert_record raises it again
             choices = read_choices(raw.record) if isinstance(raw.record, dict) else []
-        return (integers.read(parse_cell(raw.record.get(cfg.answer_key)), choices) if choices else None) or set()
+        with as_user_error(UserError, raw.location):
+            return (integers.read(parse_cell(raw.record.get(cfg.answer_key)), choices) if choices else None) or set()
 
     for row in any_rows(cfg, (), lambda record, root: record):
         waiting.append(row)
         positions(row)  # before those of the first row that waits
         while waiting and len(positions(waiting[0])) < 2:
             yield convert_row(waiting.popleft(), lambda record, root: convert_record(record, cfg, integers))
-    need(not waiting, f"integer answers may mean {', '.join(sorted(integers.meanings))}, and no row shows which, as 0 "
-         "or the number of choices would; write letters or texts")
+    if len(integers.meanings) == 1:
+        print(f"integer answers are read as {min(integers.meanings)}")
+    for row in waiting:
+        raise UserError(f"{row.location}: integer answers may mean {', '.join(sorted(integers.meanings))}, and no row "
+                        "shows which, as 0 or the number of choices would; write letters or texts")
 
 
 def convert_record(record: dict, cfg: ToyConfig, integers: IntegerAnswers) -> dict:
