@@ -696,9 +696,6 @@ def test_shortcuts_move_through_the_prompts(open_page):
     assert browser.evaluate(VISIBLE) == SHOWN["w"]
     browser.press("Escape")
     assert not browser.evaluate("document.getElementById('keys').open")
-    assert browser.evaluate("document.getElementById('source').checked") is False
-    browser.press("t")
-    assert browser.evaluate("document.getElementById('source').checked") is True
 
 
 @needs_browser

@@ -16,7 +16,6 @@ import types
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain, repeat
 from pathlib import Path
@@ -1333,11 +1332,13 @@ def test_the_draft_of_a_killed_process_is_deleted_but_not_that_of_a_live_one(tmp
 
 
 def test_ctrl_c_ends_without_a_traceback(tmp_path):
-    command = [sys.executable, "prepare_data.py", "shapes", "--n", "100000", "--out", tmp_path / "o.parquet"]
     # The background processes of a shell script ignore SIGINT
-    restore_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    restore = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    restore += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    command = ["prepare_data.py", "shapes", "--n", "100000", "--out", tmp_path / "o.parquet"]
+    command = [sys.executable, "-c", restore, *command]
     root = Path(__file__).parents[1]
-    child = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True, preexec_fn=restore_sigint)
+    child = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 300
         # Wait for the draft
