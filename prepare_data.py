@@ -143,13 +143,17 @@ class DataFormatConfig:
         remedy = ""
         if not self.split and {"question", "answer"} <= {*columns}:  # without a split, no file is written
             remedy = "; rows of image, question and answer are converted by prepare_data.py vqa --input FILE"
+        lacking: dict[str, list[str]] = {}  # flag -> columns that it names and the file lacks
         for setting_name, names in named.items():
             for name in names:
                 column = "reward_model" if name == TRUTH else name
                 no_images = name in ("image", "images") and {*content.VIDEO_COLUMNS} & {*columns}
-                need(no_images or column in columns,
-                     f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct {flag_name(setting_name)}"
-                     + ", or pass --image-key '' for rows without images" * (setting_name == "image_key") + remedy)
+                if not no_images and column not in columns:
+                    lacking.setdefault(flag_name(setting_name), []).append(repr(column))
+        missing = [*itertools.chain(*lacking.values())]
+        need(not missing, f"{file}: no column{'s' * (len(missing) > 1)} {', '.join(missing)}; it has "
+             f"{', '.join(columns)}. Correct {', '.join(lacking)}"
+             + ", or pass --image-key '' for rows without images" * ("--image-key" in lacking) + remedy)
 
 
 @dataclass(frozen=True)

@@ -219,6 +219,7 @@ class FlagParser(argparse.ArgumentParser):
         parsed, unparsed = super().parse_known_args(args, namespace)
         for pair in vars(parsed).pop("algo_args", ()):
             key, equals, text = pair.partition("=")
+            need(flag_name(key) not in flags, f"--algo-args {pair}: it is a flag; pass {flag_name(key)} {text}")
             need(key in self.keys, f"--algo-args {pair}: no such key{nearest(RENAMED.get(key, key), self.keys)}; "
                  f"known: {', '.join(self.keys)}")
             need(equals, f"--algo-args {pair}: give KEY=VALUE")

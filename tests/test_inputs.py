@@ -181,7 +181,7 @@ def test_a_template_is_filled_from_columns(tmp_path):
         run("jsonl", "--input", tmp_path / "q.jsonl", *flags[2:], "--prompt-template", "{question}?")
     run("parquet", "--input", save(tmp_path / "f.parquet", rows), "--answer-key", "answer", *flags)
     assert read_examples(out)[0][0].messages[0]["content"] == wanted.removesuffix(" Think.")
-    with pytest.raises(UserError, match="f.parquet: no column 'nothing'; .*--prompt-template"):
+    with pytest.raises(UserError, match="f.parquet: no columns 'nothing', .*--prompt-template"):
         run("parquet", "--input", tmp_path / "f.parquet", *flags[2:], "--prompt-template", "{nothing}")
 
 

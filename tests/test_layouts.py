@@ -152,7 +152,7 @@ def test_r1_v(tmp_path):
     rows = [{"image": PNG["red"], "problem": "How many items?", "solution": f"<answer> {i} </answer>"}
             for i in range(5)]  # fmt: skip
     file = write_table(tmp_path / "r1v.parquet", rows)
-    with pytest.raises(UserError, match="no column 'question'; it has image, problem, solution. Correct --prompt-key$"):
+    with pytest.raises(UserError, match="no columns 'question', 'answer'; .* Correct --prompt-key, --answer-key$"):
         convert_and_read(tmp_path, "vqa", file)
     examples = convert_and_read(tmp_path, "vqa", file, "--prompt-key", "problem", "--answer-key", "solution")
     assert content(examples[2]) == "<image>How many items?" and "2" in examples[2].ground_truth
@@ -188,9 +188,9 @@ def test_placeholders_are_added_where_missing_and_reported_once(tmp_path, capsys
 
 def test_a_hub_dataset_is_refused_with_the_command_that_converts_it(tmp_path):
     file = write_table(tmp_path / "s.parquet", scienceqa_rows([0], ["West"]))
-    with pytest.raises(UserError, match="no column 'prompt'; it has image, .* Correct --prompt-key; rows of image"):
+    with pytest.raises(UserError, match="no columns 'prompt', .* Correct --prompt-key, .*; rows of image"):
         read_examples(file, DataConfig(data=""))
-    with pytest.raises(UserError, match="no column 'images'; it has .* Correct --image-key.* prepare_data.py vqa"):
+    with pytest.raises(UserError, match="no columns 'images', .* Correct --image-key.* prepare_data.py vqa"):
         read_examples(file, DataConfig(data="", prompt_key="question"))
 
 

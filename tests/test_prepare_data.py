@@ -386,7 +386,7 @@ def test_rows_that_are_bad_for_the_same_reason_share_a_line(tmp_path):
 def test_file_errors(tmp_path):
     path = save(tmp_path / "f.parquet", hub_rows(1))
     message = error_message(path)
-    for part in (str(path), "no column 'prompt'", "images, problem, answer", "--prompt-key"):
+    for part in (str(path), "no columns 'prompt',", "images, problem, answer", "--prompt-key"):
         assert part in message
     assert "'reward_model'" in error_message(path, prompt_key="problem")
     assert error_message(path, prompt_key="problem").endswith("Correct --answer-key")
