@@ -458,7 +458,7 @@ def test_resume_refuses_other_rows(copy, toys):
     cfg = start_args(toys["qwen2_5_vl"], out, "auto")
     moved = [SimpleNamespace(uid=row.uid, ground_truth=str(3 - i)) for i, row in enumerate(rows)]
     for other in (rows[:3], [*rows, rows[0]], rows[::-1], moved):  # fewer, more, another order, uids that are numbers
-        with pytest.raises(UserError, match=rf"--data had 4 rows, .* and now has {len(other)} rows, .*; restore"):
+        with pytest.raises(UserError, match=rf"--data had 4 rows, .* but now has {len(other)} rows, .*; restore"):
             find_start(cfg, resume.describe_data(other))
     assert find_start(cfg, resume.describe_data(list(rows))) == step_dir(out, 4)
 

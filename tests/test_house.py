@@ -42,7 +42,7 @@ NO_PLUG_INS = ("engines.launch", "engines.self_test", "envs._factory", "envs._ep
 # smaller by as much; who makes one smaller lowers its number
 MOST_TOKENS = {
     "root": 52177, "engines": 25600, "envs": 7672, "layers": 6799, "parallel": 18150, "report": 23725,
-    "rewards": 13840, "sources": 10421, "tasks": 29211, "algorithms": 3535, "tests": 336135,
+    "rewards": 13840, "sources": 10421, "tasks": 29211, "algorithms": 3535, "tests": 336123,
     "benchmarks and runs": 64623, "pages": 684,
 }  # fmt: skip
 

@@ -328,7 +328,7 @@ def test_equal_images_are_computed_once(loaded, picture, monkeypatch):
         together = M.vision_features(hf, [a, b, a])[0]
         alone = M.vision_features(hf, [a])[0]
     assert batch_sizes == [2, 1]
-    torch.testing.assert_close(together[-9:], alone, rtol=0, atol=1e-6)
+    torch.testing.assert_close(together[-9:], alone, rtol=1e-5, atol=1e-6)  # another batch, other kernels
 
 
 def test_image_marks_and_images_must_have_the_same_number(loaded, picture):
@@ -442,7 +442,7 @@ def test_a_hub_id_without_a_connection_fails_at_once_and_says_what_to_do(endpoin
     monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     for load in (M.load_config, M.Processor, M.load_hf):
-        with pytest.raises(UserError, match="`hf download nobody/nothing --local-dir FOLDER` .*HF_ENDPOINT") as caught:
+        with pytest.raises(UserError, match="`hf download nobody/nothing --local-dir FOLDER`, .*HF_ENDPOINT") as caught:
             load("nobody/nothing")
         assert "HF_HUB_OFFLINE" in str(caught.value) and "\n" not in str(caught.value)
     error = capfd.readouterr().err

@@ -556,7 +556,7 @@ def test_csv_and_parquet(tmp_path):
         ({"answer": "A", "choices": ["B", "A"]}, "answer 'A' names 2 of the choices B, A; give the letter or text"),
         ({"answer": "red", "choices": ["red", "Red"]}, "answer 'red' names 2 of the choices"),
         ({"answer": "red", "choices": ["red"]}, "choices is [('', 'red')], expected 2 to 26 texts"),
-        ({"answer": "red", "choices": "red, blue"}, "choices are a str, expected a list or an object by letter"),
+        ({"answer": "red", "choices": "red, blue"}, "choices are 'red, blue', expected a list of texts or an"),
         ({"answer": []}, "the answer is an empty list"),
         ({"answer": ""}, "no ground truth"),
     ],
