@@ -105,7 +105,7 @@ def test_evaluation_and_merging(null_gpu, folder, tmp_path):
 
 @pytest.mark.slow
 def test_episodes(null_gpu, folder, tmp_path):
-    flags = "--attn flex --env look_closer --max-turns 2 --max-prompt-tokens 200 --micro-tokens 800"
+    flags = "--attn flex --env look_closer --max-turns 2 --max-prompt-tokens 300 --micro-tokens 1600"
     rows = train(null_gpu, folder, tmp_path / "run", flags)
     assert len(rows) == 3 and all(row["policy/grad_norm"] > 0 for row in rows)
 
