@@ -161,7 +161,7 @@ def load_sharded(policy: Policy, path: str) -> None:
     shapes = {name: list(p.shape) for name, p in hf.named_parameters() if p.is_meta}
     stored = match_parameters(hf, path, shapes) if shapes else {}
     tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
-    if shapes:  # else its weights are drawn, as in benchmarks
+    if stored:  # benchmarks draw the weights
         check_head(path, tied)
     device = policy.banned.device if not policy.offloaded else torch.device("cpu")
     policy._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
