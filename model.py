@@ -645,7 +645,8 @@ def weight_files(path: str) -> list[Path]:
 
 
 def check_head(path: str, tied: bool) -> None:
-    """Raise UserError if the config ties the head to the embedding, although the files hold another head."""
+    """Raise UserError if weight files are missing, or if the config ties the head to the embedding although the files
+    hold another head."""
     stored = {}
     for file in weight_files(path) * tied:
         with suppress(SafetensorError), safe_open(file, "pt") as tensors:  # damage is reported later

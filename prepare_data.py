@@ -143,17 +143,17 @@ class DataFormatConfig:
         remedy = ""
         if not self.split and {"question", "answer"} <= {*columns}:  # without a split, no file is written
             remedy = "; rows of image, question and answer are converted by prepare_data.py vqa --input FILE"
-        lacking: dict[str, list[str]] = {}  # flag -> columns that it names and the file lacks
+        missing_by_flag: dict[str, list[str]] = {}  # flag -> columns that it names and the file lacks
         for setting_name, names in named.items():
             for name in names:
                 column = "reward_model" if name == TRUTH else name
                 no_images = name in ("image", "images") and {*content.VIDEO_COLUMNS} & {*columns}
                 if not no_images and column not in columns:
-                    lacking.setdefault(flag_name(setting_name), []).append(repr(column))
-        missing = [*itertools.chain(*lacking.values())]
+                    missing_by_flag.setdefault(flag_name(setting_name), []).append(repr(column))
+        missing = [*itertools.chain(*missing_by_flag.values())]
         need(not missing, f"{file}: no column{'s' * (len(missing) > 1)} {', '.join(missing)}; it has "
-             f"{', '.join(columns)}. Correct {', '.join(lacking)}"
-             + ", or pass --image-key '' for rows without images" * ("--image-key" in lacking) + remedy)
+             f"{', '.join(columns)}. Correct {', '.join(missing_by_flag)}"
+             + ", or pass --image-key '' for rows without images" * ("--image-key" in missing_by_flag) + remedy)
 
 
 @dataclass(frozen=True)

@@ -342,7 +342,7 @@ def make_plan(cfg: Any, plan: PlanConfig, gpus: int, examples: Examples) -> dict
     tokens = min(max(largest, longest), cfg.optim.micro_tokens)
     needed = engine["weights"] + ASLEEP_GIB + longest * engine["per_token"]
     lora = {} if cfg.model.lora_rank else LORA
-    # what makes it smaller: flags -> (settings, how much one minds)
+    # flags that need less memory -> (their settings, weight: the set with the smallest sum that fits is proposed)
     changes = {
         "--gradient-checkpointing (a third more compute)": ({"gradient_checkpointing": True}, 1),
         f"--micro-tokens {tokens} (smaller micro-batches)": ({"micro_tokens": tokens}, 1),

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from string import ascii_uppercase
 from typing import Any
 
@@ -95,7 +96,7 @@ def read_choices(record: Mapping) -> Choices:
         need(len({*labels}) == len(labels) and all(labels),
              f"choices have the labels {', '.join(labels)}; write a different one for each")
         pairs.sort(key=lambda pair: (len(pair[0]), pair[0]))
-        letters = "".join(label for label in sorted(labels))
+        letters = "".join(sorted(labels))
         need(not letters.isalpha() or ascii_uppercase.startswith(letters),
              f"choices have the letters {', '.join(labels)}, expected those from A on without a gap")
     return pairs
@@ -110,10 +111,10 @@ def label_by_letter(texts: list[str]) -> Choices:
         return [(letter, match[2]) for letter, match in zip(letters, found, strict=True)]
     if letters[:2] != ["A", "B"]:
         return []  # also texts such as `C. elegans`
-    pairs = zip(ascii_uppercase, letters, found, texts, strict=False)
-    need(all(given in ("", letter) for letter, given, *_ in zip(ascii_uppercase, letters, strict=False)),
+    need(all(given in ("", letter) for letter, given in zip(ascii_uppercase, letters, strict=False)),
          f"the choices begin with the letters {', '.join(filter(None, letters))}; write the texts without letters")
-    return [(letter, match[2] if match else text) for letter, _, match, text in pairs]  # `All of these` has no letter
+    pairs = zip(ascii_uppercase, found, texts, strict=False)
+    return [(letter, match[2] if match else text) for letter, match, text in pairs]  # `All of these` has no letter
 
 
 def split_choice(item: object, items: list) -> tuple[str, object]:
@@ -140,6 +141,7 @@ def list_choices(choices: Choices) -> str:
     return "".join(f"{letter}. {text}\n" for letter, (_, text) in zip(ascii_uppercase, choices, strict=False))
 
 
+@lru_cache(4096)  # every response of a group has the same question
 def listed_choices(question: str) -> tuple[str, ...]:
     """Return the texts of the choices that a question lists, `A. red B. blue` or line by line, or () if there are not
     two. They are the last letters A, B, C, ... in this order."""

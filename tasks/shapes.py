@@ -207,7 +207,7 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
 
 
 def check_question(question: tuple, task: str) -> tuple[str, str, str, str]:
-    """Return a question of a scene; raise UserError if it is no tuple of four texts."""
+    """Return a question of a scene; raise UserError if it does not have four values."""
     need(len(question) == 4, f"scenes of the task {task!r}: a question has {len(question)} values, expected 4: (answer "
          "type, prompt, a response that earns the full reward, truth)")
     return question
